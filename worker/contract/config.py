@@ -1,0 +1,317 @@
+"""The configuration: one frozen model a section, one documented field a setting.
+
+``supervisor.config`` adds ``extends``, ``--set``, cross-checks and messages; the worker reads only the resolved
+config.yaml of its run, in which every default is written out.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from worker.contract.files import UnusableFileError, publish
+from worker.contract.yaml_file import YamlError, format_yaml, read_yaml
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict about types, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """Which run this is."""
+
+    name: str
+    """Name of the run and of its folder: letters, digits, ``_``, ``.`` and ``-``."""
+    seed: NotNegative = 42
+    """Seed of everything random in the worker."""
+    dir: str = "runs"
+    """Folder that holds the run folders; relative to where the command is given."""
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    path: str | None = None
+    """Folder or hub name of a pretrained model; or give ``config``."""
+    config: dict[str, Any] | None = None
+    """A model built here from scratch: the fields of a transformers config, ``model_type`` among them."""
+    revision: str | None = None
+    """Revision of the hub model."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights; bf16 training means autocast over float32 weights."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation."""
+
+
+class DataConfig(Section):
+    """What it is trained on."""
+
+    train: str | Annotated[tuple[str, ...], Field(strict=False)]
+    """File, glob or folder, or a list of them, relative to where the command is given; ``stdlib`` = the sources of
+    Python's own standard library, text that every machine has."""
+    eval: str | Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """The same for evaluation."""
+    format: Literal["auto", "text", "jsonl", "json", "csv", "parquet"] = "auto"
+    """How files are read; auto = by their endings, text for all others."""
+    text: str = "text"
+    """Column that holds the text, in formats that have columns."""
+    tokenizer: str | None = None
+    """``bytes`` for the 256 byte values, a folder or hub name; null = the model's own."""
+    max_tokens: Positive = 2048
+    """Longest sequence, in tokens."""
+    pack: bool = True
+    """Fill sequences with several documents, each seeing only itself; false = one document a sequence."""
+    shuffle: bool = True
+    """Another order in each epoch, from the seed."""
+    workers: NotNegative = 0
+    """DataLoader processes a rank."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer; decay applies to matrices only (parameters of two dimensions or more)."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adamw (fused where the device has it), adam or sgd."""
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
+    """adamw and adam."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """adamw and adam."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled for adamw, L2 for the others."""
+    momentum: Share = 0.9
+    """sgd."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the run: warmup from zero, then down to ``floor`` of the peak."""
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warmup; constant ignores ``floor``."""
+    warmup: Annotated[float, Field(ge=0)] = 0.03
+    """Below 1 a share of all steps, else a number of steps."""
+    floor: Share = 0.1
+    """Share of the peak at the last step."""
+
+
+class TrainingConfig(Section):
+    """How it is trained."""
+
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data, frozen to steps at the first start; or give ``max_steps``."""
+    max_steps: Positive | None = None
+    """Optimizer steps."""
+    batch_size: Positive = 1
+    """Sequences a device and micro-step."""
+    gradient_accumulation: Positive = 1
+    """Micro-steps an optimizer step."""
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the global gradient norm to this; null = off."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Autocast type of the forward pass."""
+    pure_bf16: bool = False
+    """Allow bfloat16 weights in full training; they under-train silently at small rates."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    eval_every: Positive | None = None
+    """Optimizer steps between evaluations; needs ``data.eval``."""
+    log_every: Positive = 50
+    """Optimizer steps between lines in logs/train.log."""
+    report_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Trackers of the Trainer: tensorboard, wandb, mlflow."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Any other field of transformers.TrainingArguments that is not ours."""
+
+
+class SpikeConfig(Section):
+    """When a loss counts as a spike."""
+
+    rule: Literal["median_ratio"] = "median_ratio"
+    """median_ratio: the loss against the median of the window."""
+    window: Positive = 50
+    """Losses in the reference window."""
+    ratio: Annotated[float, Field(gt=1)] = 2.0
+    """A loss above this multiple of the reference level is above the band."""
+    warmup: Positive = 20
+    """Losses needed before anything but a non-finite one is judged."""
+    patience: Positive = 3
+    """Losses above the band in a row that make a spike."""
+    nonfinite_patience: Positive = 2
+    """Non-finite steps in a row that are acted on."""
+
+
+class EmaConfig(Section):
+    """The exponential moving average of the weights, kept in float32."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Decay a step."""
+    every: Positive = 10
+    """Optimizer steps between updates; each applies ``decay ** every``."""
+
+
+class CheckpointConfig(Section):
+    """What is saved and kept."""
+
+    every_steps: Positive = 500
+    """Optimizer steps between checkpoints."""
+    keep: Positive = 3
+    """Newest checkpoints kept."""
+    keep_healthy: Positive = 2
+    """Newest healthy checkpoints kept, whatever ``keep`` says."""
+    keep_every: Positive | None = None
+    """Keep every checkpoint whose step is a multiple of this."""
+    keep_quarantined: NotNegative = 1
+    """Checkpoints of abandoned branches kept in quarantine."""
+    healthy_after: NotNegative = 25
+    """Steps without a verdict after a checkpoint that make it healthy."""
+
+
+class SpikeRecovery(Section):
+    """What a spike or divergence leads to."""
+
+    lr_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Factor on the rate scale at each rollback."""
+    max_rollbacks: NotNegative = 5
+    """Rollbacks without a new healthy checkpoint before the run gives up."""
+    min_lr_scale: Annotated[float, Field(gt=0, le=1)] = 0.03125
+    """The rate scale never goes below this."""
+    hold_steps: NotNegative | None = None
+    """Steps that the lowered rate is held before it ramps back; null = for good."""
+    ramp_steps: Positive | None = None
+    """Steps of the way back to ``ramp_to``; needs ``hold_steps``."""
+    ramp_to: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Where the ramp ends."""
+
+
+class LrFactor(Section):
+    """What one kind of event does to the rate."""
+
+    lr_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor on the rate scale."""
+
+
+class RecoveryConfig(Section):
+    """What is done when something goes wrong."""
+
+    spike: SpikeRecovery = SpikeRecovery()
+    nonfinite: LrFactor = LrFactor(lr_factor=0.5)
+    preemption: LrFactor = LrFactor(lr_factor=1.0)
+    max_attempts_without_progress: Positive = 10
+    """Attempts without a new healthy checkpoint before the run gives up."""
+    directive_wait_s: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds that agents keep the allocation while they wait for a decision."""
+    relaunches_in_allocation: NotNegative = 2
+    """Relaunches in one allocation without a new healthy checkpoint; then a fresh job."""
+    max_submissions_per_hour: Positive = 6
+    """Jobs submitted within any hour; the next waits."""
+    absent_grace_s: Annotated[float, Field(ge=0)] = 120.0
+    """Seconds that a preempted or failed job may be out of Slurm's sight before it counts as over."""
+
+
+class ClusterConfig(Section):
+    """Where the worker runs; what is null is left to the site's defaults."""
+
+    kind: Literal["auto", "slurm", "local"] = "auto"
+    """auto = Slurm where sbatch is found and has a configuration, else this machine."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gres: str | None = None
+    mem: str | None = None
+    """Memory a node, as in Slurm: ``64G``."""
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    nodes: Positive = 1
+    tasks_per_node: Positive | None = None
+    """Ranks a node; null = one a GPU, or one."""
+    gpus_per_node: NotNegative = 0
+    cpus_per_task: Positive = 1
+    time_limit: str = "1-00:00:00"
+    """As in Slurm: ``days-hours:minutes:seconds``."""
+    setup: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Shell lines before the worker starts: module load, conda activate."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the worker."""
+    python: str | None = None
+    """Interpreter on the nodes; null = the one that submits."""
+    srun: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Further srun arguments."""
+    container: str | None = None
+    """Image for srun's ``--container-image`` (pyxis)."""
+    sbatch: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Any other sbatch option, long name to value; true for an option without one."""
+
+    @property
+    def tasks_on_each_node(self) -> int:
+        """Ranks a node."""
+        return self.tasks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.tasks_on_each_node
+
+
+class SupervisorConfig(Section):
+    """Where the supervisor runs after ``submit``."""
+
+    place: Literal["job", "foreground"] = "job"
+    """job = a small Slurm job of its own (a detached process without Slurm); foreground = ``higgsfield run`` only."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit: str | None = None
+
+
+class Config(Section):
+    """A run's whole configuration."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    spike: SpikeConfig = SpikeConfig()
+    ema: EmaConfig | None = EmaConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+
+
+def format_config(config: Config) -> str:
+    """The resolved config as YAML, every default written out."""
+    return format_yaml(config.model_dump(mode="json"))
+
+
+def config_digest(config: Config) -> str:
+    """16 hex digits that name a resolved config."""
+    return hashlib.sha256(format_config(config).encode()).hexdigest()[:16]
+
+
+def write(path: Path, config: Config) -> None:
+    """Publish a resolved config.yaml."""
+    publish(path, format_config(config))
+
+
+def read(path: Path) -> Config:
+    """The resolved config of a run; UnusableFileError where it cannot be read."""
+    try:
+        return Config.model_validate(read_yaml(path))
+    except YamlError as error:
+        raise UnusableFileError(path, str(error)) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UnusableFileError(path, f"{where}: {first['msg']}") from None

@@ -1,0 +1,109 @@
+"""How a start of the worker ended, rank by rank: exit codes, outcomes, errors and the pulse."""
+
+from enum import StrEnum
+from typing import Literal
+
+from worker.contract.files import Message
+
+
+class Outcome(StrEnum):
+    """How one rank's start ended; ``vanished`` is the supervisor's word for no report at all."""
+
+    DONE = "done"
+    """max_steps reached, ``final/`` published."""
+    VERDICT = "verdict"
+    """Stopped on an acted verdict; nothing of it was saved."""
+    LEFT = "left"
+    """Asked to leave; ``error.what`` is ``stop``, ``time_limit`` or ``preempted``."""
+    FENCED = "fenced"
+    """A newer directive, another writer or another job holds the run."""
+    REFUSED = "refused"
+    """Will not train: the same start would fail again."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """Memory ran out, on evidence."""
+    CRASHED = "crashed"
+    """Raised, or a signal that nobody here asked for."""
+    ENDED = "ended"
+    """Ended by its agent: another rank died, or it hung; ``error.what`` says which."""
+    VANISHED = "vanished"
+    """The job is over and left no report."""
+
+
+_OUTCOME_OF_EXIT_CODE = {
+    0: Outcome.DONE,
+    20: Outcome.VERDICT,
+    21: Outcome.LEFT,
+    22: Outcome.FENCED,
+    23: Outcome.REFUSED,
+    24: Outcome.OUT_OF_MEMORY,
+}
+EXIT_CODE_OF_OUTCOME = {outcome: code for code, outcome in _OUTCOME_OF_EXIT_CODE.items()}
+
+WAITS_FOR_A_DIRECTIVE = frozenset(
+    {Outcome.VERDICT, Outcome.REFUSED, Outcome.CRASHED, Outcome.ENDED, Outcome.OUT_OF_MEMORY}
+)
+"""Outcomes after which the attempt is over and only a newer directive starts a trainer again."""
+
+TRACEBACK_LINES = 100
+
+
+def outcome_of(exit_code: int) -> Outcome:
+    """The outcome that a trainer's exit code means; every code that is not ours is a crash."""
+    return _OUTCOME_OF_EXIT_CODE.get(exit_code, Outcome.CRASHED)
+
+
+class ErrorDetail(Message):
+    """What went wrong: ``what``, ``expected`` and ``found`` where a proof failed or a request was met."""
+
+    type: str
+    message: str
+    traceback: str = ""
+    what: str | None = None
+    expected: str | None = None
+    found: str | None = None
+
+
+class ExitReport(Message):
+    """rank-N.exit.json, written by the rank's agent, always."""
+
+    format: Literal[1] = 1
+    attempt: int
+    restart: int
+    segment: int | None = None
+    rank: int
+    job_id: str
+    host: str
+    outcome: Outcome
+    exit_code: int | None = None
+    signal: int | None = None
+    step: int | None = None
+    saved_step: int | None = None
+    started: float
+    ended: float
+    error: ErrorDetail | None = None
+
+
+class TrainerError(Message):
+    """rank-N.error.json: what the trainer knows of its own end; its agent takes it over."""
+
+    segment: int | None = None
+    step: int | None = None
+    saved_step: int | None = None
+    error: ErrorDetail | None = None
+
+
+class Pulse(Message):
+    """rank-N.pulse.json, by the trainer's main thread: at each phase change, and every 5 s between steps."""
+
+    phase: Literal["starting", "training", "evaluating", "saving", "finishing"]
+    step: int
+    time: float
+    pid: int
+    host: str
+
+
+class Rendezvous(Message):
+    """Where rank 0's trainer listens for the others."""
+
+    address: str
+    port: int

@@ -1,0 +1,105 @@
+"""Files that are whole at every moment: publish by rename, append by line, read as data.
+
+One writer a file is the rule of the house, so nothing here locks.  Temporary files begin with ``.tmp-``,
+which no reader's pattern matches.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class UnusableFileError(Exception):
+    """A file that is there and cannot be used; the message names it and says why."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+        self.why = why
+
+
+class Message(BaseModel):
+    """A frozen value that is read from or written to a file; unknown fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+def encode(value: Any) -> str:
+    """JSON on one line: ASCII, finite numbers only (ValueError otherwise)."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(", ", ": "))
+
+
+def publish(path: Path, text: str) -> None:
+    """Put ``text`` at ``path`` whole and durably: a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def publish_message(path: Path, message: Message) -> None:
+    """Publish a message as JSON with every field written out."""
+    publish(path, encode(message.model_dump(mode="json")) + "\n")
+
+
+def read_message(path: Path, kind: type[AnyMessage]) -> AnyMessage | None:
+    """The message at ``path``; None where there is no file; UnusableFileError where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnusableFileError(path, f"cannot be read ({error})") from None
+    try:
+        message = kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UnusableFileError(path, f"{where}: {first['msg']}") from None
+    return message
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line and make it durable; on a full disk nothing of it stays and OSError is raised."""
+    data = (line + "\n").encode("ascii")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+    if size == 0:
+        sync_folder(path.parent)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

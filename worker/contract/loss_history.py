@@ -1,0 +1,297 @@
+"""loss_history.json: one record per optimizer step, a JSON document at every moment.
+
+The file is an array with one record a line.  An append is one ``pwrite`` over the closing bracket, so it costs the
+same at the first step and at the millionth.  A cut at any byte leaves every whole record readable; the writer mends
+the tail when it opens.  Records of an abandoned branch stay: ``surviving`` tells which ones count.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError
+
+from worker.contract.claim import FencedError
+from worker.contract.directive import SkippedBatches
+from worker.contract.files import Message, UnusableFileError, encode, sync_folder
+
+Verdict = Literal["ok", "skipped", "pending", "suspect", "spike", "divergence", "nonfinite"]
+ACTED: frozenset[Verdict] = frozenset({"spike", "divergence", "nonfinite"})
+
+_HEAD = b"["
+_TAIL = b"\n]\n"
+_SYNC_EVERY_S = 2.0
+_ALWAYS = frozenset({"segment", "attempt", "restart", "step", "epoch", "time", "loss", "grad_norm", "lr", "verdict"})
+_FINITE_OR_NAMED = ("loss", "grad_norm", "lr", "loss_scale", "eval_loss", "level")
+
+
+class BatchPosition(Message):
+    """Which global batch, counted in the epoch's own order."""
+
+    epoch: int
+    batch: int
+
+
+class Probe(Message):
+    """The loss on one fixed batch: as the checkpoint holds it, and as computed again now."""
+
+    expected: float | None
+    found: float | None
+
+
+class PassedOver(Message):
+    """A checkpoint that was not used, and why."""
+
+    checkpoint: str
+    reason: str
+
+
+class Start(Message):
+    """What a segment began with, stated and checked before its first step."""
+
+    checkpoint: str | None = None
+    digest: str | None = None
+    max_steps: int
+    lr: float
+    lr_expected: float
+    optimizer_steps: int
+    rng_digests: tuple[str, ...]
+    next_samples: tuple[int, ...]
+    ema_digest: str | None = None
+    probe: Probe
+    passed_over: tuple[PassedOver, ...] = ()
+    versions: dict[str, str]
+    skip_batches: tuple[SkippedBatches, ...] = ()
+
+
+class Record(Message):
+    """One optimizer step. A null among the numbers is explained by ``nonfinite``, or the number was not known."""
+
+    segment: int
+    attempt: int
+    restart: int
+    step: int
+    epoch: float
+    time: float
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    loss_scale: float | None = None
+    peak_memory_bytes: int | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    nonfinite: dict[str, Literal["nan", "inf", "-inf"]] = Field(default_factory=dict)
+    verdict: Verdict = "ok"
+    observed: bool = False
+    onset_step: int | None = None
+    data: BatchPosition | None = None
+    nonfinite_ranks: tuple[int, ...] | None = None
+    level: float | None = None
+    save_s: float | None = None
+    eval_loss: float | None = None
+    data_wait_s: float | None = None
+    warnings: tuple[str, ...] | None = None
+    start: Start | None = None
+    adopted: bool = False
+
+    @property
+    def is_acted(self) -> bool:
+        """Whether this record ended its segment with a verdict."""
+        return self.verdict in ACTED and not self.observed
+
+
+def record(**fields: Any) -> Record:
+    """A record whose non-finite numbers became null, each named in ``nonfinite``."""
+    named = {name: _name_of(fields[name]) for name in _FINITE_OR_NAMED if _is_nonfinite(fields.get(name))}
+    finite = {name: None if name in named else value for name, value in fields.items()}
+    return Record(**finite, nonfinite=named)
+
+
+def _is_nonfinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _name_of(value: float) -> Literal["nan", "inf", "-inf"]:
+    if math.isnan(value):
+        return "nan"
+    return "inf" if value > 0 else "-inf"
+
+
+def read_history(path: Path) -> list[Record]:
+    """All whole records in file order, abandoned ones among them; [] where there is no file yet."""
+    return HistoryReader(path).new_records()
+
+
+def last_record(path: Path) -> Record | None:
+    """The last whole record, read from the end of the file in constant time; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return _last_of_tail(path, file.fileno(), size)
+    except FileNotFoundError:
+        return None
+
+
+def _last_of_tail(path: Path, descriptor: int, size: int) -> Record | None:
+    length = 16_384
+    while True:
+        begin = max(0, size - length)
+        lines = os.pread(descriptor, size - begin, begin).split(b"\n")
+        for line in reversed(lines[1:]):  # the first line of a chunk may lack its beginning; of the file it is "["
+            found = _parse(line, path)
+            if found is not None:
+                return found
+        if begin == 0:
+            return None
+        length *= 4
+
+
+def _parse(line: bytes, path: Path) -> Record | None:
+    """The record on a line, None where the line is torn or holds none; whole JSON that is no record is an error."""
+    if not line.startswith(b"{"):
+        return None
+    try:
+        return Record.model_validate_json(line.removesuffix(b","))
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return None
+        where = ".".join(str(part) for part in first["loc"])
+        raise UnusableFileError(path, f"a record that this version cannot read ({where}: {first['msg']})") from None
+
+
+class HistoryReader:
+    """Follows a history from outside the process that writes it; opens the file anew at each look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0  # just past the last whole record that was handed out
+
+    def new_records(self) -> list[Record]:
+        """Whole records since the last look, in file order; stops before a torn line and takes it up later."""
+        try:
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    raise UnusableFileError(self.path, "became shorter than what was read before")
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        return self._take(data)
+
+    def _take(self, data: bytes) -> list[Record]:
+        found: list[Record] = []
+        position = taken = 0
+        for line in data.split(b"\n"):
+            end = position + len(line)
+            parsed = _parse(line, self.path)
+            if parsed is not None:
+                found.append(parsed)
+                taken = end - line.endswith(b",")
+            elif line not in (b"", b"[", b"]", b","):
+                break
+            position = end + 1
+        self._offset += taken
+        return found
+
+
+def surviving(records: Iterable[Record]) -> list[Record]:
+    """The branch that counts: a record of step s removes all earlier ones with step >= s."""
+    branch: list[Record] = []
+    for one in records:
+        while branch and branch[-1].step >= one.step:
+            branch.pop()
+        branch.append(one)
+    return branch
+
+
+class HistoryWriter:
+    """The one writer of a history; mends a torn tail when it opens.
+
+    ``check`` is called before each append and raises FencedError when the run is somebody else's by now.
+    A size that is not the one this writer left means another writer: FencedError too.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
+        self.path = path
+        self._check = check
+        check()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._end, self.last = _mend(path, self._descriptor)
+        self._synced_at = time.monotonic()
+        sync_folder(path.parent)
+
+    @property
+    def next_segment(self) -> int:
+        """The number of the segment that begins now."""
+        return self.last.segment + 1 if self.last else 1
+
+    def append(self, new: Record) -> None:
+        """Add one record; on disk at once when it is not ``ok`` or begins a segment, else within 2 s."""
+        self._check()
+        if os.fstat(self._descriptor).st_size != self._end + len(_TAIL):
+            raise FencedError(f"{self.path} changed under its writer")
+        separator = b"\n" if self.last is None else b",\n"
+        line = separator + encode(_as_json(new)).encode("ascii")
+        data = line + _TAIL
+        if os.pwrite(self._descriptor, data, self._end) != len(data):
+            raise OSError(f"{self.path}: the disk took only part of a record")
+        self._end += len(line)
+        self.last = new
+        if new.verdict != "ok" or new.start is not None or time.monotonic() - self._synced_at > _SYNC_EVERY_S:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make all records durable and visible to other hosts."""
+        os.fsync(self._descriptor)
+        self._synced_at = time.monotonic()
+
+    def close(self) -> None:
+        """Sync and close; the writer is of no use afterwards."""
+        self.sync()
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_json(one: Record) -> dict[str, Any]:
+    """A record's fields; what every reader asks for is always there, the rest only when it says something."""
+    fields = one.model_dump(mode="json")
+    return {name: value for name, value in fields.items() if name in _ALWAYS or value not in (None, {}, False)}
+
+
+def _mend(path: Path, descriptor: int) -> tuple[int, Record | None]:
+    """Cut a torn tail off, close the array; the offset just past the last whole record, and that record."""
+    data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    if data and data[:1] not in (_HEAD, b"\0"):
+        raise UnusableFileError(path, "is not a loss history (it does not begin with '[')")
+    end, last = _last_whole(path, data)
+    if data[:1] != _HEAD:
+        os.pwrite(descriptor, _HEAD, 0)
+    if data[end:] != _TAIL:
+        os.ftruncate(descriptor, end)
+        os.pwrite(descriptor, _TAIL, end)
+    os.fsync(descriptor)
+    return end, last
+
+
+def _last_whole(path: Path, data: bytes) -> tuple[int, Record | None]:
+    end = len(data)
+    while (begin := data.rfind(b"\n{", 0, end)) >= 0:
+        stop = data.find(b"\n", begin + 1)
+        line = data[begin + 1 : len(data) if stop < 0 else stop]
+        found = _parse(line, path)
+        if found is not None:
+            return begin + 1 + len(line.removesuffix(b",")), found
+        end = begin + 1
+    return len(_HEAD), None

@@ -1,0 +1,97 @@
+"""The one YAML reader and writer: PyYAML's safe loader under the core rules of YAML 1.2.
+
+``5e-5`` is a number, ``04:00:00``, ``on`` and ``no`` are text, a key given twice is an error.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
+_INT = re.compile(r"^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$")
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
+_NULL = re.compile(r"^(~|null|Null|NULL|)$")
+_RULES: list[tuple[str, re.Pattern[str], str]] = [
+    ("null", _NULL, "~nN\0"),
+    ("bool", _BOOL, "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+]
+
+
+class YamlError(Exception):
+    """Text that is no YAML of ours; the message says where and why, in one line."""
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own protocol)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in _RULES:
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, ["" if c == "\0" else c for c in _first])
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(node.value)
+    for prefix, base in (("0o", 8), ("0x", 16)):
+        if text.startswith(prefix):
+            return int(text[2:], base)
+    return int(text)
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(str(node.value).lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if not isinstance(key, str):
+            raise YamlError(f"line {key_node.start_mark.line + 1}: the key {key!r} is not text")
+        if key in seen:
+            raise YamlError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
+        seen.add(key)
+    return dict(loader.construct_mapping(node, deep=True))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that ``text`` holds; YamlError where it holds none."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise YamlError(f"{where}{' '.join(str(error.problem).split())}") from None
+    except yaml.YAMLError as error:
+        raise YamlError(" ".join(str(error).split())) from None
+
+
+def read_yaml(path: Path) -> Any:
+    """The value in a YAML file; YamlError where it cannot be read as one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise YamlError("it is not UTF-8 text") from None
+    except OSError as error:
+        raise YamlError(f"it cannot be read ({error.strerror})") from None
+    return parse_yaml(text)
+
+
+def format_yaml(value: Any) -> str:
+    """YAML text that ``parse_yaml`` reads back as the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
