@@ -1,0 +1,245 @@
+"""Slurm's answers, text in and values out. Nothing here starts a program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from slurm.job import JobState, JobStatus, Reservation
+
+# Slurm's words beside those that are ours as well.
+_WORDS = {
+    "RESIZING": JobState.RUNNING,
+    "SIGNALING": JobState.RUNNING,
+    "STAGE_OUT": JobState.COMPLETING,
+    "STOPPED": JobState.SUSPENDED,
+    "REQUEUE_FED": JobState.REQUEUED,
+    "REQUEUE_HOLD": JobState.HELD,
+    "SPECIAL_EXIT": JobState.HELD,
+}
+_HELD = re.compile(r"JobHeld|held state|requeued held|^job_requeued_in_held", re.IGNORECASE)
+_NO_TIME = frozenset({"", "UNLIMITED", "PARTITION_LIMIT", "INVALID", "UNKNOWN", "N/A", "NONE", "NOT_SET", "(NULL)"})
+_DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+_STEP = re.compile(r"\.[a-z0-9]+\+?$")
+
+
+class ParseError(ValueError):
+    """An answer that is not in a form that we know."""
+
+
+def state(word: str, reason: str = "") -> JobState:
+    """Our state for Slurm's word: `CANCELLED by 1000` and `CANCELLED+` are CANCELLED; unknown is UNRECOGNISED."""
+    first = word.split()[0].rstrip("+") if word.strip() else ""
+    known = _WORDS.get(first) or JobState.__members__.get(first, JobState.UNRECOGNISED)
+    return JobState.HELD if known is JobState.PENDING and _HELD.search(reason) else known
+
+
+def cancelled_by(word: str) -> str | None:
+    """The user in `CANCELLED by 1000`, or None."""
+    found = re.match(r"CANCELLED by (\S+)", word)
+    return found[1] if found else None
+
+
+def submitted(answer: str) -> tuple[str, str | None]:
+    """(job id, cluster) from what sbatch prints: a sentence, `75168975;clustername` or the bare number."""
+    for line in reversed(answer.strip().splitlines()):
+        found = re.search(r"Submitted batch job (\d+)(?: on cluster (\S+))?", line)
+        found = found or re.fullmatch(r"\s*(\d+)(?:;(\S+))?\s*", line)
+        if found:
+            return found[1], found[2]
+    raise ParseError(f"sbatch answered {answer.strip()!r}, in which there is no job id")
+
+
+def is_step(job_id: str) -> bool:
+    """Is this row of sacct a step (`12.batch`, `12.0`, `715219_23.b+`) and not the job itself?"""
+    return _STEP.search(job_id) is not None
+
+
+def nodes(text: str) -> tuple[str, ...]:
+    """A node list written out: `c438-[062,104]` is c438-062 and c438-104."""
+    if text.strip().lower() in {"", "(null)", "none", "n/a", "none assigned"}:
+        return ()
+    return tuple(name for part in _outside_brackets(text.strip()) for name in _expand(part))
+
+
+def _outside_brackets(text: str) -> list[str]:
+    return re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
+
+
+def _expand(part: str) -> list[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, closed, tail = rest.partition("]")
+    if not closed:
+        raise ParseError(f"node list {part!r} has no closing bracket")
+    return [head + number + end for number in _numbers(inside) for end in _expand(tail)]
+
+
+def _numbers(ranges: str) -> Iterable[str]:
+    for item in ranges.split(","):
+        low, dash, high = item.partition("-")
+        if not dash:
+            yield item
+        elif low.isdecimal() and high.isdecimal():
+            yield from (f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1))
+        else:
+            raise ParseError(f"node range {item!r}")
+
+
+def duration_s(text: str) -> float | None:
+    """A time limit in seconds (`30` is minutes, `04:00`, `1-00:00:00`); None where there is none, or none is known."""
+    found = _DURATION.fullmatch(text.strip())
+    if not found:
+        if text.strip().upper() in _NO_TIME:
+            return None
+        raise ParseError(f"{text!r} is not a time limit; write minutes, HH:MM:SS or D-HH:MM:SS")
+    parts = [int(part) for part in found["rest"].split(":")]
+    if found["days"]:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    return float(((int(found["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def moment(text: str) -> float | None:
+    """Seconds since the epoch, or None for `N/A`, `Unknown` and their like."""
+    if text.strip().upper() in _NO_TIME:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ParseError(f"{text!r} is not a time in seconds since the epoch") from None
+    return seconds or None
+
+
+def exit_code(text: str) -> int | None:
+    """`0:0` is 0, `3:0` is 3, `0:9` is 137 as in a shell; None where nothing is said."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if not found:
+        return None
+    return 128 + int(found[2]) if int(found[2] or 0) else int(found[1])
+
+
+SEPARATOR = "|"
+_WIDTH = {"jobid": 64, "reason": 256, "nodelist": 4096, "name": 256}
+_SQUEUE_FIELDS = ("jobid", "state", "reason", "nodelist", "starttime", "endtime", "restartcnt", "exit_code", "name")
+SQUEUE_FORMAT = ",".join(f"{name}:{_WIDTH.get(name, 32)}{SEPARATOR}" for name in _SQUEUE_FIELDS)
+"""The argument of squeue's --Format that `squeue` reads. The name comes last: other jobs' names may hold anything."""
+
+
+def squeue(answer: str, cluster: str | None = None) -> list[JobStatus]:
+    """The jobs of an answer to --Format=SQUEUE_FORMAT, one a line."""
+    return [_squeue_row(line, cluster) for line in answer.splitlines() if line.count(SEPARATOR) >= len(_SQUEUE_FIELDS)]
+
+
+def _squeue_row(line: str, cluster: str | None) -> JobStatus:
+    values = [value.strip() for value in line.split(SEPARATOR, len(_SQUEUE_FIELDS) - 1)]
+    row = dict(zip(_SQUEUE_FIELDS, values, strict=True))
+    row["name"] = row["name"].removesuffix(SEPARATOR).rstrip()
+    return _status(
+        "squeue",
+        row["jobid"],
+        row["name"],
+        row["state"],
+        row["reason"],
+        row["nodelist"],
+        (row["starttime"], row["endtime"]),
+        row["restartcnt"],
+        row["exit_code"],
+        cluster,
+    )
+
+
+def _status(
+    source: str,
+    job_id: str,
+    name: str,
+    word: str,
+    reason: str,
+    node_list: str,
+    times: tuple[str, str],
+    restarts: str,
+    code: str,
+    cluster: str | None,
+) -> JobStatus:
+    known = state(word, reason)
+    why = "" if reason in {"None", "(null)"} else reason
+    return JobStatus(
+        job_id=job_id,
+        name=name,
+        state=known,
+        why=" ".join(filter(None, [word, why])) if known is JobState.UNRECOGNISED else why,
+        nodes=nodes(node_list),
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+        starts_at=moment(times[0]),
+        ends_at=moment(times[1]),
+        exit_code=exit_code(code) if known.is_over else None,
+        cluster=cluster,
+        source=source,
+    )
+
+
+def fields(record: str) -> dict[str, str]:
+    """KEY=VALUE pairs of a record of `scontrol show --oneliner`; values may hold spaces, the first of a key counts."""
+    found: dict[str, str] = {}
+    for pair in re.split(r"\s+(?=[A-Z][A-Za-z:/]*=)", record.strip()):
+        key, equals, value = pair.partition("=")
+        if equals:
+            found.setdefault(key, value.strip())
+    return found
+
+
+def scontrol_job(answer: str, cluster: str | None = None) -> JobStatus | None:
+    """The job of `scontrol show --oneliner job ID`, or None where the answer holds none."""
+    row = fields(answer)
+    if "JobId" not in row or "JobState" not in row:
+        return None
+    return _status(
+        "scontrol",
+        row["JobId"],
+        row.get("JobName", ""),
+        row["JobState"],
+        row.get("Reason", ""),
+        row.get("NodeList", ""),
+        (row.get("StartTime", ""), row.get("EndTime", "")),
+        row.get("Restarts", ""),
+        row.get("ExitCode", ""),
+        cluster,
+    )
+
+
+def is_being_preempted(answer: str) -> bool:
+    """Is this job RUNNING in the grace time of a preemption? A job that a person cancelled is COMPLETING."""
+    row = fields(answer)
+    return row.get("JobState") == "RUNNING" and moment(row.get("PreemptTime", "")) is not None
+
+
+SACCT_FIELDS = "JobID,State,Start,End,ExitCode,NodeList,JobName"
+
+
+def sacct(answer: str, cluster: str | None = None) -> dict[str, JobStatus]:
+    """The newest row of each job in `sacct --duplicates --parsable2 --noheader`; steps are passed over."""
+    found: dict[str, JobStatus] = {}
+    for line in answer.splitlines():
+        row = line.split("|", SACCT_FIELDS.count(","))
+        if len(row) == SACCT_FIELDS.count(",") + 1 and not is_step(row[0]):
+            job_id, word, start, end, code, node_list, name = row
+            found[job_id] = _status("sacct", job_id, name, word, "", node_list, (start, end), "", code, cluster)
+    return found
+
+
+def reservations(answer: str) -> list[Reservation]:
+    """What `scontrol show --oneliner reservation` lists."""
+    rows = (fields(line) for line in answer.splitlines())
+    return [
+        Reservation(
+            name=row["ReservationName"],
+            starts_at=moment(row.get("StartTime", "")),
+            ends_at=moment(row.get("EndTime", "")),
+            nodes=nodes(row.get("Nodes", "")),
+            flags=tuple(filter(None, row.get("Flags", "").split(","))),
+        )
+        for row in rows
+        if "ReservationName" in row
+    ]
