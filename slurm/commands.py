@@ -1,4 +1,4 @@
-"""The one door to Slurm: its programs, and the local stand-in, start here, with a time limit and a clean environment."""
+"""The one door to Slurm: its programs and the local stand-in start here, with a time limit and a clean environment."""
 
 from __future__ import annotations
 

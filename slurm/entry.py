@@ -21,7 +21,7 @@ class Start(TypedDict):
     world: int
     local_rank: int
     requeue: list[str] | None
-    """Puts this job back into the queue if it is being preempted, and only then; None where there is no such command."""
+    """Puts this job back into the queue if it is being preempted, and only then; None where there is none."""
 
 
 def run(entry: str, args: tuple[str, ...], name: str, one_process: bool) -> None:

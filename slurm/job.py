@@ -16,8 +16,8 @@ _SIGNAL = re.compile(r"([BR]{1,2}:)?[A-Z]+[0-9]?@[0-9]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 OWN_OPTIONS = frozenset(
-    ("array", "comment", "dependency", "error", "job-name", "no-kill", "no-requeue", "open-mode", "output")
-    + ("parsable", "requeue", "signal", "test-only", "wait", "wrap")
+    {"array", "comment", "dependency", "error", "job-name", "no-kill", "no-requeue", "open-mode"}
+    | {"output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"}
 )
 """sbatch options that the supervisor decides: another value would make a job that it cannot find or follow."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from slurm import commands, local_record
+from slurm import commands, local_record, processes
 from slurm.commands import SchedulerError
 from slurm.job import JobRequest, JobState, JobStatus, RequestError, Reservation
 from slurm.local_record import Record
@@ -56,10 +56,10 @@ class LocalScheduler:
                 continue
             by = {"by": getpass.getuser(), "time": time.time()}
             local_record.write_json(local_record.cancel_path(folder, job_id), by)
-            if local_record.is_alive(record.process):
-                local_record.signal_process(record.process, signal.SIGTERM)
+            if processes.is_alive(record.process):
+                processes.signal_process(record.process, signal.SIGTERM)
             else:
-                local_record.signal_members(record.process, signal.SIGKILL)
+                processes.signal_members(record.process, signal.SIGKILL)
 
     def cancelled_by(self, job_id: str) -> str | None:
         """The user who cancelled it."""
@@ -128,7 +128,7 @@ def _state(folder: Path, record: Record) -> tuple[JobState, str]:
     """The record's word while something of the job lives or when it says that it is over; else what must have been."""
     if record.state.is_over:
         return record.state, ""
-    if record.process.boot_id != local_record.boot_id():
+    if record.process.boot_id != processes.boot_id():
         if record.process.host != socket.gethostname():
             raise SchedulerError(f"local job {record.job_id} runs on {record.process.host}; look at it from there")
         return JobState.FAILED, "the machine was started anew"

@@ -16,7 +16,7 @@ from types import FrameType
 
 from submitit.local.local import Controller
 
-from slurm import local_record
+from slurm import local_record, processes
 from slurm.job import JobState
 from slurm.local_record import Record
 
@@ -51,21 +51,21 @@ class JobController(Controller):
         while any(task.poll() is None for task in self.tasks):
             self._enforce(time.time())
             time.sleep(LOOK_S)
-        local_record.signal_members(self.record.process, signal.SIGKILL)
+        processes.signal_members(self.record.process, signal.SIGKILL)
         return self._end([task.returncode for task in self.tasks])
 
     def _enforce(self, now: float) -> None:
         """Carry out a cancellation or the time limit, each with time to save before the kill."""
         if self._kill_at is not None:
             if now >= self._kill_at:
-                local_record.signal_members(self.record.process, signal.SIGKILL)
+                processes.signal_members(self.record.process, signal.SIGKILL)
         elif self.cancelled or self._limit_reached(now, 0):
             self.timed_out = not self.cancelled
             self._kill_at = now + self.record.kill_wait_s
-            local_record.signal_members(self.record.process, signal.SIGTERM)
+            processes.signal_members(self.record.process, signal.SIGTERM)
         elif not self._warned and self._limit_reached(now, self.record.warn_before_s):
             self._warned = True
-            local_record.signal_members(self.record.process, signal.Signals[f"SIG{self.record.warn_signal}"])
+            processes.signal_members(self.record.process, signal.Signals[f"SIG{self.record.warn_signal}"])
 
     def _limit_reached(self, now: float, before_s: float) -> bool:
         started, limit_s = self.record.started, self.record.limit_s
@@ -93,7 +93,7 @@ def _own_record(folder: Path) -> Record | None:
     until = time.monotonic() + RECORD_WAIT_S
     while time.monotonic() < until:
         record = local_record.read(folder, str(os.getpid()))
-        if record is not None and local_record.is_alive(record.process):
+        if record is not None and processes.is_alive(record.process):
             return record
         time.sleep(LOOK_S)
     return None

@@ -1,32 +1,19 @@
-"""What is known about a job of the local stand-in, in jobs/: a record on disk, and whether its processes still live.
+"""What is known about a job of the local stand-in, in jobs/: a record, and whether its processes still live.
 
-A pid is used again some day, so a process is its pid, its start time in clock ticks and the boot that it belongs to.
 Files of one job: `<id>_local.json` (written at submission, then by its controller alone) and `<id>_cancel.json`
 (written by whoever cancels).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm.job import JobState
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process of one boot of one machine."""
-
-    pid: int
-    started_ticks: int
-    boot_id: str
-    host: str
+from slurm.processes import Process, boot_id, is_alive, session_members
 
 
 @dataclass(frozen=True)
@@ -95,61 +82,6 @@ def read_all(folder: Path) -> list[Record]:
 def next_order(folder: Path) -> int:
     """One more than any job here has; the caller holds the folder's lock."""
     return max((record.order for record in read_all(folder)), default=0) + 1
-
-
-def identify(pid: int) -> Process:
-    """The process that has this pid now. Raises ProcessLookupError if there is none."""
-    fields = _stat(pid)
-    if fields is None:
-        raise ProcessLookupError(f"no process {pid}")
-    return Process(pid, int(fields[19]), boot_id(), socket.gethostname())
-
-
-def boot_id() -> str:
-    """Which boot of which machine this is."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def is_alive(process: Process) -> bool:
-    """Does exactly this process still run? A zombie does not."""
-    fields = _stat(process.pid)
-    return fields is not None and fields[0] not in "ZX" and int(fields[19]) == process.started_ticks
-
-
-def session_members(leader: Process) -> list[int]:
-    """Live pids of the leader's session, the leader among them; nothing of a later process with the same pid."""
-    taken = _stat(leader.pid)
-    if taken is not None and int(taken[19]) != leader.started_ticks:
-        return []
-    found = ((int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return [pid for pid, fields in found if fields and fields[0] not in "ZX" and int(fields[3]) == leader.pid]
-
-
-def signal_members(leader: Process, number: signal.Signals) -> None:
-    """Signal every process of the job but its controller, as Slurm does with a step."""
-    for pid in session_members(leader):
-        if pid != leader.pid:
-            _signal(pid, number)
-
-
-def signal_process(process: Process, number: signal.Signals) -> None:
-    """Signal this process if it still runs."""
-    if is_alive(process):
-        _signal(process.pid, number)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on: [0] state, [3] session, [19] start time in ticks."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()
 
 
 def live_before(folder: Path, record: Record) -> Iterator[Record]:

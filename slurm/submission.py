@@ -20,7 +20,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.local.local import LocalJob
 
-from slurm import entry, local_record
+from slurm import entry, local_record, processes
 from slurm.commands import package_root
 from slurm.job import JobRequest, RequestError
 from slurm.parsing import duration_s, submitted
@@ -28,6 +28,7 @@ from slurm.parsing import duration_s, submitted
 SRUN = ("--kill-on-bad-exit=0", "--wait=0", "--no-kill")
 """So that no site's default ends the other tasks: our agents decide that."""
 NO_LIMIT_MIN = 366 * 24 * 60
+_SUBMITITS = frozenset({"job-name", "nodes", "ntasks-per-node"})
 
 
 def preamble(job: JobRequest) -> list[str]:
@@ -65,7 +66,7 @@ class BatchExecutor(submitit.SlurmExecutor):
             ntasks_per_node=job.resources.tasks_per_node,
             # `sbatch --export=NONE` would have srun start its tasks without everything exported here.
             setup=["export SLURM_EXPORT_ENV=ALL", *preamble(job)],
-            additional_parameters=job.flags(),
+            additional_parameters={key: value for key, value in job.flags().items() if key not in _SUBMITITS},
             srun_args=list(srun),
             use_srun=job.use_srun,
         )
@@ -137,7 +138,7 @@ class StandInExecutor(submitit.LocalExecutor):
             job_id=str(pid),
             name=job.name,
             comment=job.comment,
-            process=local_record.identify(pid),
+            process=processes.identify(pid),
             order=local_record.next_order(self.folder),
             submitted=time.time(),
             limit_s=duration_s(job.resources.time_limit) if job.resources.time_limit else None,

@@ -1,0 +1,178 @@
+"""A real Slurm of several nodes on one machine, in a folder, without root: for a person who tries, and for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm import commands, processes
+from slurm.commands import SchedulerError
+from slurm.local_cluster import configuration
+
+BOOT_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 30.0
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be had; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster. The faults below are real ones: what happens next is Slurm's doing.
+
+    Settings that matter to a test: two CPUs a node, partitions `low` (default, preempted by requeue after 10 s of
+    grace) and `high`, KillWait 5 s, a silent node is down after 10 s and comes back by itself, ended jobs stay known.
+    """
+
+    folder: Path
+    nodes: tuple[str, ...]
+    keeper: subprocess.Popen[bytes]
+
+    @property
+    def conf(self) -> Path:
+        """What SLURM_CONF has to be."""
+        return self.folder / "slurm.conf"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """A clean environment in which Slurm's programs talk to this cluster."""
+        return {**commands.clean_environment(os.environ), "SLURM_CONF": str(self.conf)}
+
+    def ask(self, *argv: str, timeout_s: float = 60.0) -> str:
+        """What one of Slurm's programs prints about this cluster."""
+        return commands.call(argv, self.environment, timeout_s=timeout_s)[0]
+
+    def node_states(self) -> dict[str, str]:
+        """`idle`, `allocated`, `down*` and the like, of each node."""
+        return dict(line.split() for line in self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%N %T").splitlines())
+
+    def kill_slurmd(self, node: str) -> None:
+        """SIGKILL a node's daemon; what it has started lives on, as on a node that the network lost."""
+        self._tell(f"signal {node} {signal.SIGKILL.value}")
+
+    def start_slurmd(self, node: str) -> None:
+        """Start a node's daemon again."""
+        self._tell(f"start {node}")
+
+    def kill_controller(self) -> None:
+        """SIGKILL slurmctld."""
+        self._tell(f"signal slurmctld {signal.SIGKILL.value}")
+
+    def start_controller(self) -> None:
+        """Start slurmctld again; it knows its jobs."""
+        self._tell("start slurmctld")
+
+    def stop(self, daemon: str) -> None:
+        """Freeze `slurmctld` or a node's daemon."""
+        self._tell(f"signal {daemon} {signal.SIGSTOP.value}")
+
+    def cont(self, daemon: str) -> None:
+        """Thaw it."""
+        self._tell(f"signal {daemon} {signal.SIGCONT.value}")
+
+    def _tell(self, command: str) -> None:
+        assert self.keeper.stdin is not None
+        assert self.keeper.stdout is not None
+        self.keeper.stdin.write(f"{command}\n".encode())
+        self.keeper.stdin.flush()
+        answer = self.keeper.stdout.readline().decode().strip()
+        if answer != "ok":
+            raise ClusterError(f"{command}: {answer or 'the keeper is gone'}")
+
+    def wait_until_idle(self, timeout_s: float = BOOT_TIMEOUT_S) -> None:
+        """Until every node has nothing to do; raises ClusterError with the daemons' last words."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            with suppress(SchedulerError, ValueError):
+                if set(self.node_states().values()) == {"idle"}:
+                    return
+            if self.keeper.poll() is not None:
+                break
+            time.sleep(0.2)
+        raise ClusterError(
+            f"the cluster in {self.folder} has no idle nodes after {timeout_s:g} s: {self._last_words()}"
+        )
+
+    def _last_words(self) -> str:
+        logs = sorted(self.folder.glob("log/*"))
+        last = [text.splitlines()[-1] for log in logs if (text := log.read_text(errors="replace").strip())]
+        return "; ".join(last)
+
+
+@contextmanager
+def running(nodes: int = 3) -> Iterator[Cluster]:
+    """A cluster for as long as the block lasts, and never longer than this process; its folder goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="higgsfield-slurm-"))
+    try:
+        cluster = _boot(folder, nodes, detached=False)
+        try:
+            cluster.wait_until_idle()
+            yield cluster
+        finally:
+            _end(cluster.keeper)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def up(folder: Path, nodes: int = 3) -> Cluster:
+    """Start a cluster that stays until `down`."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ClusterError(f"{folder} is not empty; is a cluster up in it? `down` ends it")
+    cluster = _boot(folder, nodes, detached=True)
+    identity = asdict(processes.identify(cluster.keeper.pid))
+    (folder / "keeper.json").write_text(json.dumps(identity), encoding="utf-8")
+    try:
+        cluster.wait_until_idle()
+    except ClusterError:
+        _end(cluster.keeper)
+        raise
+    return cluster
+
+
+def down(folder: Path) -> None:
+    """End the cluster of `up`, with every job in it, and remove its folder."""
+    try:
+        keeper = processes.Process(**json.loads((folder / "keeper.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ClusterError(f"no cluster is up in {folder}") from None
+    processes.signal_process(keeper, signal.SIGTERM)
+    until = time.monotonic() + END_TIMEOUT_S
+    while processes.is_alive(keeper):
+        if time.monotonic() > until:
+            raise ClusterError(f"the cluster in {folder} does not end; its keeper is process {keeper.pid}")
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _boot(folder: Path, nodes: int, detached: bool) -> Cluster:
+    missing = configuration.missing_packages()
+    if missing:
+        raise ClusterError(f"a local Slurm needs Debian packages that are not installed: {' '.join(missing)}")
+    layout = configuration.plan(folder, nodes)
+    configuration.write(layout)
+    argv = [sys.executable, "-m", "slurm.local_cluster.keeper", str(folder), *(["--detached"] if detached else [])]
+    root = commands.package_root()
+    environment = commands.clean_environment(os.environ)
+    if root is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
+    pipe = subprocess.DEVNULL if detached else subprocess.PIPE
+    with (folder / "log" / "keeper.out").open("ab") as log:
+        # A session of its own: a Ctrl-C in the terminal is the owner's business.
+        keeper = subprocess.Popen(argv, env=environment, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True)
+    return Cluster(folder, layout.node_names, keeper)
+
+
+def _end(keeper: subprocess.Popen[bytes]) -> None:
+    keeper.terminate()
+    keeper.communicate(timeout=END_TIMEOUT_S)

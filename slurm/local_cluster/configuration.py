@@ -1,0 +1,119 @@
+"""The slurm.conf of a cluster on one machine, and what is needed to boot it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = {
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "srun": "slurm-client",
+}
+"""Programs that a cluster needs, and the Debian packages that they come in."""
+CPUS_PER_NODE = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cluster's folder, and the ports of its daemons."""
+
+    folder: Path
+    node_names: tuple[str, ...]
+    ports: tuple[int, ...]
+    """The controller's, then one per node."""
+
+    @property
+    def conf(self) -> Path:
+        """What SLURM_CONF must name."""
+        return self.folder / "slurm.conf"
+
+
+def program(name: str) -> str | None:
+    """Full path of a daemon; they live in /usr/sbin, which is not on everybody's PATH."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+
+
+def missing_packages() -> list[str]:
+    """Debian packages that are not installed here and are needed."""
+    return sorted({package for name, package in PACKAGES.items() if program(name) is None})
+
+
+def plan(folder: Path, nodes: int) -> Layout:
+    """A layout on ports that are free now."""
+    return Layout(folder, tuple(f"n{number}" for number in range(1, nodes + 1)), _free_ports(nodes + 1))
+
+
+def _free_ports(count: int) -> tuple[int, ...]:
+    """Different ports: all are held until the last one is found."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return tuple(one.getsockname()[1] for one in sockets)
+
+
+def write(layout: Layout) -> None:
+    """Make the folder with its configuration and its own munge key."""
+    for name in ("state", "spool", "log"):
+        (layout.folder / name).mkdir(parents=True)
+    layout.folder.chmod(0o700)
+    key = layout.folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(1024))
+    layout.conf.write_text(slurm_conf(layout, getpass.getuser(), socket.gethostname()), encoding="utf-8")
+
+
+def slurm_conf(layout: Layout, user: str, host: str) -> str:
+    """The text of slurm.conf: quick to notice a dead node, slow to forget a job, preempting `low` for `high`."""
+    folder, names = layout.folder, layout.node_names
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} State=UNKNOWN"
+        for name, port in zip(names, layout.ports[1:], strict=True)
+    )
+    every = ",".join(names)
+    return f"""\
+ClusterName=local
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={layout.ports[0]}
+CommunicationParameters=NoCtldInAddrAny
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/%n.log
+MailProg=/bin/true
+MpiDefault=none
+SwitchType=switch/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2,bf_interval=2
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=5
+SlurmdTimeout=10
+SlurmctldTimeout=30
+ReturnToService=2
+MinJobAge=3600
+{nodes}
+PartitionName=low Nodes={every} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10 MaxTime=INFINITE State=UP
+PartitionName=high Nodes={every} PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
