@@ -1,0 +1,101 @@
+"""Fields of transformers.TrainingArguments that ``training.extra`` may not set, and what to do instead.
+
+The names are those of transformers 5.24; the last group are older names that people still write.
+"""
+
+_EXACT = "leave it out: a resumed run would no longer see the same batches"
+_SAVED = "leave it out: checkpoints are written and published by the worker itself"
+_HUB = "leave it out, and upload the run's final/ folder when the run has finished"
+_BEST = "leave it out: the weights with the lowest evaluation loss are kept in the run's best/ folder"
+_WORLD = "leave it out: the worker makes the process group itself, from what the scheduler says"
+_IDLE = "leave it out: it has no effect here"
+_OPTIMIZER = "set training.optimizer.name"
+
+OWNED_FIELDS: dict[str, str] = {
+    "output_dir": "set run.dir and run.name",
+    "run_name": "set run.name",
+    # The length of the run and its batches.
+    "num_train_epochs": "set training.epochs",
+    "max_steps": "set training.max_steps",
+    "per_device_train_batch_size": "set training.batch_size",
+    "per_device_eval_batch_size": "set training.batch_size",
+    "gradient_accumulation_steps": "set training.gradient_accumulation",
+    "auto_find_batch_size": "set training.batch_size: a batch that changes by itself cannot be resumed",
+    # The optimizer and its rate: what a rollback scales.
+    "learning_rate": "set training.optimizer.learning_rate",
+    "optim": _OPTIMIZER,
+    "optim_args": _OPTIMIZER,
+    "optim_target_modules": _OPTIMIZER,
+    "weight_decay": "set training.optimizer.weight_decay",
+    "adam_beta1": "set training.optimizer.betas",
+    "adam_beta2": "set training.optimizer.betas",
+    "adam_epsilon": "set training.optimizer.eps",
+    "max_grad_norm": "set training.max_grad_norm",
+    "lr_scheduler_type": "set training.schedule.name",
+    "lr_scheduler_kwargs": "set training.schedule.floor",
+    "warmup_steps": "set training.schedule.warmup",
+    # Precision and memory.
+    "bf16": "set training.precision",
+    "fp16": "set training.precision",
+    "activation_checkpointing": "set training.activation_checkpointing",
+    "gradient_checkpointing": "set training.activation_checkpointing",
+    # Checkpoints: a folder that the worker did not publish may be torn, or of an abandoned branch.
+    "save_strategy": "set checkpoint.every_steps",
+    "save_steps": "set checkpoint.every_steps",
+    "save_total_limit": "set checkpoint.keep and checkpoint.keep_healthy",
+    "save_only_model": _SAVED,
+    "save_on_each_node": _SAVED,
+    "enable_jit_checkpoint": "leave it out: the worker saves at a signal itself, on all ranks",
+    "resume_from_checkpoint": "leave it out: where an attempt begins is the supervisor's decision",
+    "restore_callback_states_from_checkpoint": _SAVED,
+    "load_best_model_at_end": _BEST,
+    "metric_for_best_model": _BEST,
+    "greater_is_better": _BEST,
+    "push_to_hub": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    # What is seen of it.
+    "logging_strategy": "set training.log_every",
+    "logging_steps": "set training.log_every",
+    "logging_first_step": "set training.log_every; loss_history.json has every step",
+    "logging_nan_inf_filter": "leave it out: it would hide losses that are not finite",
+    "disable_tqdm": "leave it out: progress is shown by higgsfield status",
+    "report_to": "set training.report_to",
+    "eval_strategy": "set training.eval_every and data.eval",
+    "eval_steps": "set training.eval_every",
+    "eval_delay": "set training.eval_every",
+    "eval_on_start": "set training.eval_every",
+    "prediction_loss_only": "leave it out: the loss is what is evaluated",
+    # The order of the data, which a resume repeats to the sample.
+    "seed": "set run.seed",
+    "data_seed": "set run.seed",
+    "dataloader_num_workers": "set data.workers",
+    "dataloader_persistent_workers": _EXACT,
+    "dataloader_drop_last": _EXACT,
+    "dataloader_in_order": _EXACT,
+    "ignore_data_skip": _EXACT,
+    "train_sampling_strategy": _EXACT,
+    "length_column_name": _EXACT,
+    "accelerator_config": _EXACT,
+    "remove_unused_columns": "leave it out: the worker's own batches hold only what the model takes",
+    # The processes.
+    "local_rank": _WORLD,
+    "ddp_backend": _WORLD,
+    "ddp_timeout": _WORLD,
+    "do_train": _IDLE,
+    "do_eval": _IDLE,
+    "do_predict": _IDLE,
+    # Older names.
+    "warmup_ratio": "set training.schedule.warmup",
+    "evaluation_strategy": "set training.eval_every and data.eval",
+    "overwrite_output_dir": "leave it out: a run continues or has another run.name",
+    "logging_dir": "leave it out: everything of a run lies in its folder",
+    "save_safetensors": _SAVED,
+    "group_by_length": _EXACT,
+    "no_cuda": "set CUDA_VISIBLE_DEVICES to nothing in cluster.environment",
+}
+"""Name of the field -> what to do instead, as the end of a message."""
