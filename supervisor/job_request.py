@@ -1,0 +1,71 @@
+"""What is submitted for a run: the worker's job and the supervisor's own, from the configuration."""
+
+from collections.abc import Collection
+
+from slurm.job import JobRequest, Resources
+from worker.contract.config import ClusterConfig, Config
+from worker.contract.run_dir import RunDir
+
+
+def worker_request(
+    config: Config, run_dir: RunDir, name: str, attempt: int, exclude: Collection[str] = ()
+) -> JobRequest:
+    """The job that trains: one agent a task. RequestError where a value cannot stand in a batch script."""
+    return JobRequest(
+        name=name,
+        entry="worker.agent:main",
+        args=(str(run_dir.path),),
+        folder=run_dir.jobs,
+        resources=_worker_resources(config.cluster),
+        exclude_nodes=tuple(sorted(exclude)),
+        comment=f"a{attempt:04d}",
+    )
+
+
+def supervisor_request(config: Config, run_dir: RunDir, name: str) -> JobRequest:
+    """The supervisor as a job of its own, in the batch step: a process that srun started cannot always submit.
+
+    It runs outside of the container, so that ``cluster.python`` counts only where there is none.
+    """
+    own, cluster = config.supervisor, config.cluster
+    return JobRequest(
+        name=name,
+        entry="supervisor.cli:job_main",
+        args=(str(run_dir.path),),
+        folder=run_dir.jobs,
+        resources=Resources(
+            cpus_per_task=1,
+            time_limit=own.time_limit,
+            partition=own.partition,
+            account=own.account,
+            qos=own.qos,
+            setup=cluster.setup,
+            python=None if cluster.container else cluster.python,
+        ),
+        use_srun=False,
+    )
+
+
+def _worker_resources(cluster: ClusterConfig) -> Resources:
+    image = (f"--container-image={cluster.container}",) if cluster.container else ()
+    return Resources(
+        nodes=cluster.nodes,
+        tasks_per_node=cluster.tasks_on_each_node,
+        cpus_per_task=cluster.cpus_per_task,
+        gpus_per_node=cluster.gpus_per_node,
+        time_limit=cluster.time_limit,
+        partition=cluster.partition,
+        account=cluster.account,
+        qos=cluster.qos,
+        constraint=cluster.constraint,
+        gres=cluster.gres,
+        mem=cluster.mem,
+        reservation=cluster.reservation,
+        nodelist=cluster.nodelist,
+        exclude=cluster.exclude,
+        setup=cluster.setup,
+        environment=cluster.environment,
+        python=cluster.python,
+        srun=(*image, *cluster.srun),
+        sbatch=cluster.sbatch,
+    )
