@@ -82,7 +82,8 @@ def call(
     stdout, stderr = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     if done.returncode != 0:
         last = stderr.strip() or stdout.strip() or f"exit code {done.returncode}"
-        raise SchedulerError(f"{argv[0]}: {' '.join(last.split())}", argv, stderr)
+        said = " ".join(last.split())
+        raise SchedulerError(said if said.startswith(f"{argv[0]}:") else f"{argv[0]}: {said}", argv, stderr)
     return stdout, stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from slurm.job import JobState, JobStatus, Reservation
 
@@ -121,6 +122,14 @@ def exit_code(text: str) -> int | None:
     return 128 + int(found[2]) if int(found[2] or 0) else int(found[1])
 
 
+def wait_status(text: str) -> int | None:
+    """squeue's exit code, which is what wait(2) says: 768 is exit code 3, 15 is signal 15."""
+    if not text.strip().isdecimal():
+        return exit_code(text)
+    code, number = divmod(int(text), 256)
+    return 128 + number % 128 if number else code
+
+
 SEPARATOR = "|"
 _WIDTH = {"jobid": 64, "reason": 256, "nodelist": 4096, "name": 256}
 _SQUEUE_FIELDS = ("jobid", "state", "reason", "nodelist", "starttime", "endtime", "restartcnt", "exit_code", "name")
@@ -146,7 +155,7 @@ def _squeue_row(line: str, cluster: str | None) -> JobStatus:
         row["nodelist"],
         (row["starttime"], row["endtime"]),
         row["restartcnt"],
-        row["exit_code"],
+        wait_status(row["exit_code"]),
         cluster,
     )
 
@@ -160,24 +169,24 @@ def _status(
     node_list: str,
     times: tuple[str, str],
     restarts: str,
-    code: str,
+    code: int | None,
     cluster: str | None,
 ) -> JobStatus:
     known = state(word, reason)
     why = "" if reason in {"None", "(null)"} else reason
-    return JobStatus(
-        job_id=job_id,
-        name=name,
-        state=known,
-        why=" ".join(filter(None, [word, why])) if known is JobState.UNRECOGNISED else why,
-        nodes=nodes(node_list),
-        restarts=int(restarts) if restarts.isdecimal() else 0,
-        starts_at=moment(times[0]),
-        ends_at=moment(times[1]),
-        exit_code=exit_code(code) if known.is_over else None,
-        cluster=cluster,
-        source=source,
-    )
+    plain = JobStatus(job_id, name, known, why, cluster=cluster, source=source)
+    try:
+        return replace(
+            plain,
+            why=" ".join(filter(None, [word, why])) if known is JobState.UNRECOGNISED else why,
+            nodes=nodes(node_list),
+            restarts=int(restarts) if restarts.isdecimal() else 0,
+            starts_at=moment(times[0]),
+            ends_at=moment(times[1]),
+            exit_code=code if known.is_over else None,
+        )
+    except ParseError as error:
+        return replace(plain, state=JobState.UNRECOGNISED, why=str(error))
 
 
 def fields(record: str) -> dict[str, str]:
@@ -204,7 +213,7 @@ def scontrol_job(answer: str, cluster: str | None = None) -> JobStatus | None:
         row.get("NodeList", ""),
         (row.get("StartTime", ""), row.get("EndTime", "")),
         row.get("Restarts", ""),
-        row.get("ExitCode", ""),
+        exit_code(row.get("ExitCode", "")),
         cluster,
     )
 
@@ -225,7 +234,9 @@ def sacct(answer: str, cluster: str | None = None) -> dict[str, JobStatus]:
         row = line.split("|", SACCT_FIELDS.count(","))
         if len(row) == SACCT_FIELDS.count(",") + 1 and not is_step(row[0]):
             job_id, word, start, end, code, node_list, name = row
-            found[job_id] = _status("sacct", job_id, name, word, "", node_list, (start, end), "", code, cluster)
+            found[job_id] = _status(
+                "sacct", job_id, name, word, "", node_list, (start, end), "", exit_code(code), cluster
+            )
     return found
 
 

@@ -73,9 +73,7 @@ class Scheduler(Protocol):
 
 
 _NOT_KNOWN = re.compile(r"invalid job id", re.IGNORECASE)
-_TOO_LATE = re.compile(
-    r"invalid job id|already completing or completed|no longer pending|not pending|job.*finished", re.IGNORECASE
-)
+_TOO_LATE = re.compile(r"invalid job id|completing or completed|no longer pending|not pending", re.IGNORECASE)
 
 
 class SlurmScheduler:
@@ -127,11 +125,11 @@ class SlurmScheduler:
 
     def cancel(self, job_id: str) -> None:
         """scancel: SIGTERM, and SIGKILL after the cluster's KillWait."""
-        self._tell(["scancel", *self._where(), job_id])
+        self._tell(["scancel", *self._where(), job_id], unless=_TOO_LATE)
 
     def start_now(self, job_id: str) -> None:
         """It takes once the job is PENDING with reason BeginTime, and not yet while it completes."""
-        self._update(job_id, "StartTime=now")
+        self._update(job_id, "StartTime=now", unless=_TOO_LATE)
 
     def change(
         self,
@@ -161,20 +159,24 @@ class SlurmScheduler:
         """scontrol requeue: SIGTERM at once, PENDING again afterwards."""
         self._tell(["scontrol", *self._where(), "requeue", job_id])
 
-    def _update(self, job_id: str, *changes: str) -> None:
-        self._tell(["scontrol", *self._where(), "update", f"JobId={job_id}", *changes])
+    def _update(self, job_id: str, *changes: str, unless: re.Pattern[str] | None = None) -> None:
+        self._tell(["scontrol", *self._where(), "update", f"JobId={job_id}", *changes], unless)
 
-    def _tell(self, argv: list[str]) -> None:
-        """Run a command on a job; that the job is over, or further than that, is no error: the next look tells."""
+    def _tell(self, argv: list[str], unless: re.Pattern[str] | None = None) -> None:
+        """Run a command on a job; what Slurm says `unless` is no error, because the next look tells as much."""
         try:
             commands.query(argv)
         except SchedulerError as error:
-            if not _TOO_LATE.search(error.stderr):
+            if unless is None or not unless.search(error.stderr):
                 raise
 
     def reservations(self) -> list[Reservation]:
         """What `scontrol show reservation` lists; every user may ask."""
-        return parsing.reservations(commands.query(["scontrol", *self._where(), "show", "--oneliner", "reservation"]))
+        argv = ["scontrol", *self._where(), "show", "--oneliner", "reservation"]
+        try:
+            return parsing.reservations(commands.query(argv))
+        except parsing.ParseError as error:
+            raise SchedulerError(str(error), argv) from error
 
     def test_only(self, job: JobRequest) -> str:
         """What sbatch --test-only says of the same batch text, in a clean environment."""

@@ -6,6 +6,7 @@ Imported elsewhere only for the batch text, because submitit costs 150 ms.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from submitit.local.local import LocalJob
 from slurm import entry, local_record, processes
 from slurm.commands import package_root
 from slurm.job import JobRequest, RequestError
-from slurm.parsing import duration_s, submitted
+from slurm.parsing import ParseError, duration_s, submitted
 
 SRUN = ("--kill-on-bad-exit=0", "--wait=0", "--no-kill")
 """So that no site's default ends the other tasks: our agents decide that."""
@@ -172,8 +174,9 @@ def main() -> int:
     """Read (request, settings) from stdin, submit, and print the answer as the last line."""
     job, settings = pickle.load(sys.stdin.buffer)
     try:
-        job_id, cluster = submit(sys.argv[1], job, **settings)
-    except (FailedJobError, FailedSubmissionError, RequestError, OSError) as error:
+        with redirect_stderr(io.StringIO()):  # submitit prints there what it also raises
+            job_id, cluster = submit(sys.argv[1], job, **settings)
+    except (FailedJobError, FailedSubmissionError, RequestError, ParseError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(json.dumps({"job_id": job_id, "cluster": cluster}))
