@@ -1,0 +1,227 @@
+"""Carries a decision out: the intent on disk, then the effect, then the outcome.
+
+Whoever is killed in between leaves an open intent; its successor does the rest.  Every effect is therefore either
+idempotent (quarantine moves, publishing a directive, cancelling) or findable (a job by its name).
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slurm.job import JobState, RequestError
+from slurm.scheduler import Scheduler, SchedulerError
+from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, Finish, GiveUp, StartNow, Submit, Wait
+from supervisor.job_request import worker_request
+from supervisor.journal import (
+    AttemptDecided,
+    CancelIntended,
+    Cancelled,
+    Continued,
+    Event,
+    Finished,
+    GaveUp,
+    Journal,
+    RolledBack,
+    StartMoved,
+    Stopped,
+    SubmitFailed,
+    SubmitIntended,
+    Submitted,
+)
+from supervisor.lease import Lease
+from supervisor.policy import waits_after_requeue
+from supervisor.report.history_csv import write_history_csv
+from supervisor.run_state import RunState, apply
+from worker.contract.config import Config
+from worker.contract.directive import Directive, publish_directive, read_directive
+from worker.contract.files import sync_folder
+from worker.contract.run_dir import RunDir, checkpoint_step
+
+
+@dataclass
+class SupervisedRun:
+    """One run in the hands of this process: its folder, its lease, its scheduler, and its state so far."""
+
+    config: Config
+    run_dir: RunDir
+    scheduler: Scheduler
+    lease: Lease
+    clock: Callable[[], float]
+    tell: Callable[[Event], None]
+    state: RunState
+    journal: Journal = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.run_dir.journal, self.clock, self.lease.check)
+
+    def record(self, event: Event, attempt: int | None = None) -> None:
+        """Write an event, fold it into the state, show it."""
+        number = self.state.attempt if attempt is None else attempt
+        stamped = self.journal.record(event, number, self.lease.term)
+        self.state = apply(self.state, stamped)
+        self.tell(stamped)
+
+
+def carry_out(run: SupervisedRun, decision: Decision) -> None:
+    """Do what was decided; SchedulerError and OSError leave an open intent that is finished later."""
+    match decision:
+        case Wait():
+            return
+        case Begin():
+            run.record(decision.plan, attempt=run.state.attempt + 1)
+            _begin_attempt(run, decision.plan)
+        case Submit():
+            run.record(SubmitIntended(name=run.state.job_name, reason=decision.reason))
+            _submit(run)
+        case Cancel():
+            _cancel(run, decision.job_id, decision.reason)
+        case StartNow():
+            _start_now(run, decision)
+        case AskToStop():
+            _publish_stop(run, "save")
+        case Finish():
+            _publish_stop(run, "now")
+            write_history_csv(run.run_dir)
+            run.record(Finished(final_step=decision.final_step, reason=decision.reason))
+        case EndStopped():
+            _end_stopped(run, decision)
+        case GiveUp():
+            _give_up(run, decision)
+
+
+def finish_open_intent(run: SupervisedRun) -> None:
+    """Do the rest of what a predecessor, or a failed call, left half done."""
+    intent = run.state.open_intent
+    match intent:
+        case AttemptDecided():
+            _begin_attempt(run, intent)
+        case SubmitIntended():
+            _submit(run)
+        case CancelIntended():
+            run.scheduler.cancel(intent.job_id)
+            run.record(Cancelled(job_id=intent.job_id))
+        case None:
+            return
+
+
+# -- attempts ----------------------------------------------------------------------------------------------------------
+
+
+def _begin_attempt(run: SupervisedRun, plan: AttemptDecided) -> None:
+    number = run.state.attempt + 1
+    for name in plan.quarantine:
+        _quarantine(run.run_dir, name, run.state.attempt)
+    _prune_quarantine(run.run_dir, run.config.checkpoint.keep_quarantined)
+    published = read_directive(run.run_dir.directive)
+    if published is None or published.attempt < number:
+        publish_directive(run.run_dir.directive, _directive(run, plan, number))
+    run.record(_outcome(plan), attempt=number)
+
+
+def _directive(run: SupervisedRun, plan: AttemptDecided, number: int) -> Directive:
+    return Directive(
+        attempt=number,
+        accept_level=plan.accept_level,
+        resume_from=plan.resume_from,
+        on_requeue="wait" if waits_after_requeue(run.config.recovery) else "continue",
+        lr_scale=plan.lr_scale,
+        lr_ramp=plan.lr_ramp,
+        skip_batches=plan.skip_batches,
+        cause=plan.cause,
+        reason=plan.reason,
+        time=run.clock(),
+    )
+
+
+def _outcome(plan: AttemptDecided) -> RolledBack | Continued:
+    shared = plan.model_dump(exclude={"event", "rollback", "time", "attempt", "term"})
+    if plan.rollback is not None:
+        return RolledBack(**shared, **plan.rollback.model_dump())
+    return Continued(**shared)
+
+
+def _quarantine(run_dir: RunDir, name: str, attempt: int) -> None:
+    """Move a checkpoint of the abandoned branch aside; one that is gone was moved before."""
+    source = run_dir.checkpoints / name
+    run_dir.quarantine.mkdir(exist_ok=True)
+    target = run_dir.quarantine / f"a{attempt}-{name}"
+    if source.exists() and not target.exists():
+        source.rename(target)
+        sync_folder(run_dir.checkpoints)
+        sync_folder(run_dir.quarantine)
+
+
+def _prune_quarantine(run_dir: RunDir, keep: int) -> None:
+    """Remove all but the ``keep`` newest quarantined checkpoints: the latest attempt's, then the highest step's."""
+    if not run_dir.quarantine.exists():
+        return
+    ranked = []
+    for folder in run_dir.quarantine.iterdir():
+        attempt, _, name = folder.name.partition("-")
+        step = checkpoint_step(name)
+        if step is not None and attempt[1:].isdigit():
+            ranked.append((int(attempt[1:]), step, folder))
+    for _, _, folder in sorted(ranked, reverse=True)[keep:]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def _submit(run: SupervisedRun) -> None:
+    """Adopt the run's live job, or submit one; a refusal is an event, silence leaves the intent open."""
+    name = run.state.job_name
+    ended = run.state.ended_or_cancelled | run.state.cancelled_by_us
+    known = [job for job in run.scheduler.find(name) if job.job_id not in ended and not job.state.is_over]
+    if known:
+        run.record(Submitted(name=name, job_id=known[0].job_id, adopted=True, reason="found by its name"))
+        return
+    try:
+        job_id = run.scheduler.submit(worker_request(run.config, run.run_dir, name, run.state.attempt))
+    except (SchedulerError, RequestError) as error:
+        run.record(SubmitFailed(name=name, error=str(error), reason=f"the submission failed: {error}"))
+        return
+    run.record(Submitted(name=name, job_id=job_id, reason=f"job {job_id} is submitted for attempt {run.state.attempt}"))
+
+
+def _cancel(run: SupervisedRun, job_id: str, reason: str) -> None:
+    run.record(CancelIntended(job_id=job_id, reason=reason))
+    run.scheduler.cancel(job_id)
+    run.record(Cancelled(job_id=job_id))
+
+
+def _start_now(run: SupervisedRun, decision: StartNow) -> None:
+    run.scheduler.start_now(decision.job_id)
+    restarts = run.state.job.restarts if run.state.job is not None else 0
+    if run.state.start_moved != (decision.job_id, restarts):
+        run.record(StartMoved(job_id=decision.job_id, reason=decision.reason))
+
+
+# -- endings -----------------------------------------------------------------------------------------------------------
+
+
+def _publish_stop(run: SupervisedRun, how: str) -> None:
+    """Republish the attempt's directive with a stop, so that no agent trains or waits on; never weaken one."""
+    directive = read_directive(run.run_dir.directive)
+    if directive is None or directive.stop in (how, "now"):
+        return
+    publish_directive(run.run_dir.directive, directive.model_copy(update={"stop": how}))
+
+
+def _end_stopped(run: SupervisedRun, decision: EndStopped) -> None:
+    _publish_stop(run, "now")
+    by = decision.by
+    if by is None and run.state.job_id is not None:
+        with contextlib.suppress(SchedulerError):
+            by = run.scheduler.cancelled_by(run.state.job_id)
+    run.record(Stopped(saved_step=decision.saved_step, by=by, reason=decision.reason))
+
+
+def _give_up(run: SupervisedRun, decision: GiveUp) -> None:
+    _publish_stop(run, "now")
+    state = run.state
+    is_live = state.has_live_job and state.job_id not in state.cancelled_by_us
+    if is_live and state.job_id is not None and not (state.job and JobState(state.job.state).is_over):
+        _cancel(run, state.job_id, "the run gives up")
+    run.record(GaveUp(tried=decision.tried, error=decision.error, reason=decision.reason))

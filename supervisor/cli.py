@@ -1,0 +1,343 @@
+"""The command line: one function a verb; the only place that prints or chooses an exit code."""
+
+import argparse
+import getpass
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from slurm.job import RequestError
+from slurm.scheduler import Scheduler, SchedulerError, choose
+from supervisor.actions import SupervisedRun
+from supervisor.config import ConfigError, load_config
+from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
+from supervisor.lease import HeldError, Lease, LostError, is_gone, read_holder, take_lease
+from supervisor.observation import Request
+from supervisor.report.screen import Screen
+from supervisor.report.texts import closing_summary, event_lines, status_lines
+from supervisor.run_state import RunState, replay
+from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing
+from supervisor.watch import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks, Watched, one_pass, seconds_between_passes, watch
+from worker.contract import config as contract_config
+from worker.contract.config import Config
+from worker.contract.files import UnusableFileError, publish_message
+from worker.contract.run_dir import RunDir
+
+OK: Final = 0
+UNFORESEEN: Final = 1
+WRONG_INPUT: Final = 2
+GAVE_UP: Final = 3
+STOPPED: Final = 4
+HELD: Final = 5
+INTERRUPTED: Final = 130
+
+_EXIT_CODE_OF_STATE: Final = {"finished": OK, "gave_up": GAVE_UP, "stopped": STOPPED}
+
+
+# -- supervising -------------------------------------------------------------------------------------------------------
+
+
+def _supervise(run_dir: RunDir, *, once: bool = False, is_asked: bool = False, job_id: str | None = None) -> int:
+    """Take the run's lease and supervise it to its end, or for one pass; the exit code."""
+    config = contract_config.read(run_dir.config)
+    state = replay(read_journal(run_dir.journal))
+    if state.is_over and not is_asked:
+        return _EXIT_CODE_OF_STATE[state.state]
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
+    try:
+        watched = _begin(run_dir, config, scheduler, lease, is_asked)
+        pass_s = seconds_between_passes(run_dir)
+        looks = _looks(scheduler, pass_s)
+        if once:
+            looks.look([watched])
+            one_pass(watched, looks, [watched])
+            return OK
+        watch([watched], time.sleep, looks, pass_s)
+        return _EXIT_CODE_OF_STATE[watched.run.state.state]
+    finally:
+        lease.give_up()
+
+
+def _begin(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease, is_asked: bool) -> Watched:
+    mend_journal(run_dir.journal)
+    screen = Screen(sys.stdout, config.run.name, config.training.max_steps)
+    state = replay(read_journal(run_dir.journal))
+    run = SupervisedRun(config, run_dir, scheduler, lease, time.time, screen.event, state)
+    run.record(SupervisorStarted(host=lease.file.host, pid=os.getpid()))
+    if is_asked and run.state.is_over:
+        run.record(ResumeRequested(by=getpass.getuser(), reason=f"{getpass.getuser()} asked for the run to go on"))
+    return Watched(run, screen)
+
+
+def _looks(scheduler: Scheduler, pass_s: float) -> JobLooks:
+    """The stand-in is asked at each pass, because it costs nothing; a cluster as seldom as can be."""
+    if type(scheduler).__name__ == "LocalScheduler":
+        return JobLooks(scheduler, quiet_s=pass_s, busy_s=0.0)
+    return JobLooks(scheduler, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S)
+
+
+def _is_over(scheduler: Scheduler) -> Callable[[str], bool]:
+    def ask(job_id: str) -> bool:
+        try:
+            status = scheduler.look([job_id]).get(job_id)
+        except SchedulerError:
+            return False
+        return status is not None and status.state.is_over
+
+    return ask
+
+
+def job_main(run_dir: str, start: dict[str, Any]) -> int:
+    """The supervisor inside its own job: what it prints is logs/supervisor.log."""
+    folder = RunDir(Path(run_dir))
+    with open(folder.supervisor_log, "a", buffering=1, encoding="utf-8") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    return _guarded(lambda: _supervise(folder, job_id=str(start["job_id"])))
+
+
+# -- verbs -------------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    """Supervise in the foreground; make the run first if it is new."""
+    config = load_config(args.config, args.set)
+    _check_scheduler(config)
+    run_dir = open_or_create(config)
+    code = _supervise(run_dir, once=args.once)
+    if not args.once:
+        _say_goodbye(run_dir)
+    return code
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Start the run and a supervisor of its own, and return."""
+    from supervisor.job_request import supervisor_request
+
+    config = load_config(args.config, args.set)
+    if config.supervisor.place != "job":
+        raise RunError("supervisor.place is foreground: start it with `higgsfield run`, or set supervisor.place to job")
+    scheduler = _check_scheduler(config)
+    run_dir = open_or_create(config)
+    state = _reopen(run_dir)
+    name = f"hs-{state.run_id[:8]}"
+    local = choose(config.cluster.kind, run_dir.jobs)
+    live = local.find(name)
+    job_id = live[0].job_id if live else local.submit(supervisor_request(config, run_dir, name))
+    where = "process" if type(scheduler).__name__ == "LocalScheduler" else "job"
+    print(f"{config.run.name}: the supervisor is {where} {job_id}; you may log out now")
+    print(f"where it stands: higgsfield status {run_dir.path}")
+    print(f"what happened:   higgsfield log {run_dir.path}")
+    return OK
+
+
+def _reopen(run_dir: RunDir) -> RunState:
+    """Make sure that nobody supervises the run, and that it is not over, before a supervisor is started for it."""
+    lease = take_lease(run_dir)
+    try:
+        mend_journal(run_dir.journal)
+        state = replay(read_journal(run_dir.journal))
+        if state.is_over:
+            user = getpass.getuser()
+            asked = ResumeRequested(by=user, reason=f"{user} asked for the run to go on")
+            Journal(run_dir.journal, time.time, lease.check).record(asked, state.attempt, lease.term)
+        return state
+    finally:
+        lease.give_up()
+
+
+def status(args: argparse.Namespace) -> int:
+    """Where runs stand."""
+    found = [find_run(args.run, args.dir)] if args.run else all_runs(args.dir)
+    rows = [standing(run_dir, in_detail=args.run is not None) for run_dir in found]
+    if args.json:
+        print(json.dumps({"runs": rows}, indent=2))
+        return OK
+    if not rows:
+        print(f"no runs under {args.dir}")
+    for row in rows:
+        print("\n".join(status_lines(row, time.time())))
+    return OK
+
+
+def log(args: argparse.Namespace) -> int:
+    """The rollback log."""
+    run_dir = find_run(args.run, args.dir)
+    if args.json:
+        sys.stdout.write(run_dir.journal.read_text(encoding="utf-8"))
+        return OK
+    _print_log(run_dir)
+    return OK
+
+
+def _print_log(run_dir: RunDir) -> None:
+    events = read_journal(run_dir.journal)
+    for event in events:
+        for line in event_lines(event):
+            print(line)
+    for line in closing_summary(events):
+        print(line)
+
+
+def _say_goodbye(run_dir: RunDir) -> None:
+    print(f"\nThe rollback log of {run_dir.path.name}:")
+    _print_log(run_dir)
+    print(f"\nEverything is in {run_dir.path}")
+    for path in (run_dir.final, run_dir.checkpoints, run_dir.history, run_dir.history_csv, run_dir.journal):
+        if path.exists():
+            print(f"  {path.name}")
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Save, stop, and stay stopped until somebody says resume."""
+    run_dir = find_run(args.run, args.dir)
+    if replay(read_journal(run_dir.journal)).is_over:
+        print(f"{run_dir.path.name} is over already")
+        return OK
+    publish_message(run_dir.request, Request(verb="stop", by=getpass.getuser()))
+    holder = read_holder(run_dir)
+    if holder is not None and not is_gone(holder):
+        print(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting", flush=True)
+        if _wait_until_over(run_dir):
+            return OK
+    code = _supervise(run_dir)
+    return OK if code == STOPPED else code
+
+
+def _wait_until_over(run_dir: RunDir) -> bool:
+    """True when the run is over, False when its supervisor has died meanwhile."""
+    while not replay(read_journal(run_dir.journal)).is_over:
+        holder = read_holder(run_dir)
+        if holder is None or is_gone(holder):
+            return replay(read_journal(run_dir.journal)).is_over
+        time.sleep(0.3)
+    print(f"{run_dir.path.name} is stopped")
+    return True
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Let a run go on that was stopped, gave up or lost its supervisor; in the foreground."""
+    run_dir = find_run(args.run, args.dir)
+    code = _supervise(run_dir, is_asked=True)
+    _say_goodbye(run_dir)
+    return code
+
+
+def check(args: argparse.Namespace) -> int:
+    """What can be known before anything is spent."""
+    from supervisor.check import check as examine
+
+    try:
+        result = examine(load_config(args.config, args.set))
+    except ConfigError as error:
+        if not args.json:
+            raise
+        print(json.dumps({"errors": [vars(each) for each in error.findings], "warnings": [], "sbatch": ""}, indent=2))
+        return WRONG_INPUT
+    print(json.dumps(result.as_json(), indent=2) if args.json else result.as_text())
+    return WRONG_INPUT if result.errors else OK
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Whether this machine and cluster are fit to run it."""
+    from supervisor.doctor import examine
+
+    items = examine(args.dir)
+    if args.json:
+        print(json.dumps({"checks": [vars(item) for item in items]}, indent=2))
+    else:
+        for item in items:
+            mend = f"; {item.mend}" if item.mend else ""
+            print(f"{'ok     ' if item.ok else 'MISSING'}  {item.name}: {item.message}{mend}")
+    return OK if all(item.ok for item in items) else UNFORESEEN
+
+
+def _check_scheduler(config: Config) -> Scheduler:
+    """The scheduler that the config names, asked once, so that a run is not made for one that is not there."""
+    scheduler = choose(config.cluster.kind, Path(config.run.dir) / config.run.name / "jobs")
+    scheduler.find("hf-00000000")
+    return scheduler
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="higgsfield", description="Submit once, walk away, read the rollback log.")
+    version = importlib.metadata.version("higgsfield-supervisor")
+    parser.add_argument("--version", action="version", version=f"higgsfield {version}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in (run, submit, check):
+        of_config = _add(verbs, verb)
+        of_config.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+        of_config.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
+        if verb is run:
+            of_config.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
+        if verb is check:
+            of_config.add_argument("--json", action="store_true")
+    for verb in (status, log, stop, resume, doctor):
+        of_run = _add(verbs, verb)
+        if verb is not doctor:
+            optional = "?" if verb is status else None
+            of_run.add_argument("run", nargs=optional, metavar="RUN", help="a run's folder, or its name under --dir")
+        of_run.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
+        if verb in (status, log, doctor):
+            of_run.add_argument("--json", action="store_true")
+    return parser
+
+
+def _add(verbs: Any, verb: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    text = (verb.__doc__ or "").splitlines()[0]
+    parser: argparse.ArgumentParser = verbs.add_parser(verb.__name__, help=text, description=text)
+    parser.set_defaults(act=verb)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; errors that a person can cause are one line on stderr."""
+    if _is_installed("supervisor"):
+        print(
+            "the PyPI package `supervisor` has the same import name; install higgsfield-supervisor without it",
+            file=sys.stderr,
+        )
+        return WRONG_INPUT
+    args = _parser().parse_args(argv)
+    return _guarded(lambda: int(args.act(args)))
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _guarded(act: Callable[[], int]) -> int:
+    try:
+        return act()
+    except ConfigError as error:
+        print("\n".join(str(finding) for finding in error.findings), file=sys.stderr)
+        return WRONG_INPUT
+    except (RunError, RequestError, SchedulerError, UnusableFileError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return WRONG_INPUT
+    except (HeldError, LostError) as error:
+        print(error, file=sys.stderr)
+        return HELD
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        print("\nthe worker goes on; `higgsfield resume RUN` supervises it again", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

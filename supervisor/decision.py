@@ -1,0 +1,64 @@
+"""The decisions that there are: frozen values, each with its reason."""
+
+from dataclasses import dataclass
+
+from supervisor.journal import AttemptDecided
+
+
+@dataclass(frozen=True)
+class Wait:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Decide the next attempt: quarantine what lies past its start, publish its directive."""
+
+    plan: AttemptDecided
+
+
+@dataclass(frozen=True)
+class Submit:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartNow:
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AskToStop:
+    """Ask the worker to save and leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    final_step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndStopped:
+    saved_step: int | None
+    by: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    reason: str
+    tried: tuple[str, ...] = ()
+    error: str | None = None
+
+
+Decision = Wait | Begin | Submit | Cancel | StartNow | AskToStop | Finish | EndStopped | GiveUp

@@ -1,0 +1,291 @@
+"""rollback_log.jsonl: the supervisor's journal, append-only and its only memory.
+
+Every event is a frozen, past-tense value.  An intent is on disk before its effect, and its outcome after it; state is
+the fold of these lines (``supervisor.run_state``), and nothing else is remembered.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from worker.contract.directive import Cause, LearningRateRamp, SkippedBatches
+from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.files import Message, UnusableFileError, append_line, encode
+from worker.contract.loss_history import BatchPosition, Start
+
+Where = Literal["same_allocation", "requeued", "new_job"]
+
+
+class EventBase(Message):
+    """What every line of the journal says. ``time`` is UTC seconds, ``reason`` is for a person."""
+
+    time: float = 0.0
+    attempt: int = 0
+    term: int = 0
+    reason: str = ""
+
+
+class RunCreated(EventBase):
+    event: Literal["RunCreated"] = "RunCreated"
+    run_id: str
+    config_digest: str
+    versions: dict[str, str]
+
+
+class SupervisorStarted(EventBase):
+    event: Literal["SupervisorStarted"] = "SupervisorStarted"
+    host: str
+    pid: int
+
+
+class Cost(Message):
+    """What an answer costs."""
+
+    steps_repeated: int
+
+
+class Plan(EventBase):
+    """The fields of a decided attempt, the same in its intent and in its outcome."""
+
+    cause: Cause
+    resume_from: str | None = None
+    resume_step: int = 0
+    lr_scale: float = 1.0
+    lr_ramp: LearningRateRamp | None = None
+    skip_batches: tuple[SkippedBatches, ...] = ()
+    accept_level: float | None = None
+    quarantine: tuple[str, ...] = ()
+    where: Where
+    cost: Cost = Cost(steps_repeated=0)
+
+
+class Rollback(Message):
+    """What a rollback answers: the verdict, and the way back."""
+
+    kind: str
+    verdict_step: int
+    onset_step: int
+    batches: tuple[BatchPosition, ...] = ()
+    from_step: int
+    to_step: int
+
+
+class AttemptDecided(Plan):
+    """Intent: quarantine, then directive. ``rollback`` is kept for the outcome, which names it."""
+
+    event: Literal["AttemptDecided"] = "AttemptDecided"
+    rollback: Rollback | None = None
+
+
+class RolledBack(Plan):
+    event: Literal["RolledBack"] = "RolledBack"
+    kind: str
+    verdict_step: int
+    onset_step: int
+    batches: tuple[BatchPosition, ...] = ()
+    from_step: int
+    to_step: int
+
+
+class Continued(Plan):
+    event: Literal["Continued"] = "Continued"
+
+
+class SubmitIntended(EventBase):
+    event: Literal["SubmitIntended"] = "SubmitIntended"
+    name: str
+
+
+class Submitted(EventBase):
+    event: Literal["Submitted"] = "Submitted"
+    name: str
+    job_id: str
+    adopted: bool = False
+
+
+class SubmitFailed(EventBase):
+    event: Literal["SubmitFailed"] = "SubmitFailed"
+    name: str
+    error: str
+
+
+class CancelIntended(EventBase):
+    event: Literal["CancelIntended"] = "CancelIntended"
+    job_id: str
+
+
+class Cancelled(EventBase):
+    event: Literal["Cancelled"] = "Cancelled"
+    job_id: str
+
+
+class StartMoved(EventBase):
+    event: Literal["StartMoved"] = "StartMoved"
+    job_id: str
+
+
+class JobSeen(EventBase):
+    event: Literal["JobSeen"] = "JobSeen"
+    job_id: str
+    state: str
+    why: str = ""
+    nodes: tuple[str, ...] = ()
+    restarts: int = 0
+
+
+class SegmentStarted(EventBase):
+    event: Literal["SegmentStarted"] = "SegmentStarted"
+    segment: int
+    restart: int
+    step: int
+    start: Start | None = None
+
+
+class VerdictSeen(EventBase):
+    event: Literal["VerdictSeen"] = "VerdictSeen"
+    kind: str
+    step: int
+    onset_step: int
+    loss: float | None = None
+    level: float | None = None
+    batches: tuple[BatchPosition, ...] = ()
+
+
+class WorkerLeft(EventBase):
+    event: Literal["WorkerLeft"] = "WorkerLeft"
+    restart: int = 0
+    outcome: Outcome
+    step: int | None = None
+    saved_step: int | None = None
+    error: ErrorDetail | None = None
+
+
+class Preempted(EventBase):
+    event: Literal["Preempted"] = "Preempted"
+    job_id: str
+    restart: int
+
+
+class ProgressMade(EventBase):
+    event: Literal["ProgressMade"] = "ProgressMade"
+    healthy_step: int
+
+
+class LookFailed(EventBase):
+    event: Literal["LookFailed"] = "LookFailed"
+    error: str
+
+
+class LookRecovered(EventBase):
+    event: Literal["LookRecovered"] = "LookRecovered"
+    quiet_s: float
+
+
+class StopRequested(EventBase):
+    event: Literal["StopRequested"] = "StopRequested"
+    by: str
+
+
+class ResumeRequested(EventBase):
+    event: Literal["ResumeRequested"] = "ResumeRequested"
+    by: str
+
+
+class Finished(EventBase):
+    event: Literal["Finished"] = "Finished"
+    final_step: int
+
+
+class Stopped(EventBase):
+    event: Literal["Stopped"] = "Stopped"
+    saved_step: int | None = None
+    by: str | None = None
+
+
+class GaveUp(EventBase):
+    event: Literal["GaveUp"] = "GaveUp"
+    tried: tuple[str, ...] = ()
+    error: str | None = None
+
+
+Event = (
+    RunCreated
+    | SupervisorStarted
+    | AttemptDecided
+    | RolledBack
+    | Continued
+    | SubmitIntended
+    | Submitted
+    | SubmitFailed
+    | CancelIntended
+    | Cancelled
+    | StartMoved
+    | JobSeen
+    | SegmentStarted
+    | VerdictSeen
+    | WorkerLeft
+    | Preempted
+    | ProgressMade
+    | LookFailed
+    | LookRecovered
+    | StopRequested
+    | ResumeRequested
+    | Finished
+    | Stopped
+    | GaveUp
+)
+
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+def read_journal(path: Path) -> list[Event]:
+    """All events in order; a torn last line is left out; UnusableFileError where a whole line is no event of ours."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
+
+
+def _parse(path: Path, number: int, line: bytes) -> Event:
+    try:
+        return _EVENT.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UnusableFileError(path, f"line {number}: {first['msg']}") from None
+
+
+def mend_journal(path: Path) -> None:
+    """Cut a torn last line off: a torn intent had no effect yet, a torn outcome is found out again."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    whole = data.rfind(b"\n") + 1
+    if whole != len(data):
+        with open(path, "r+b") as file:
+            file.truncate(whole)
+
+
+class Journal:
+    """Appends events; ``check`` raises before each append when the lease is somebody else's by now."""
+
+    def __init__(self, path: Path, clock: Callable[[], float], check: Callable[[], None]) -> None:
+        self.path = path
+        self._clock = clock
+        self._check = check
+
+    def record(self, event: Event, attempt: int, term: int) -> Event:
+        """Make ``event`` durable, stamped with time, attempt and term; the event as it was written."""
+        self._check()
+        stamped = event.model_copy(update={"time": self._clock(), "attempt": attempt, "term": term})
+        append_line(self.path, _format(stamped))
+        return stamped
+
+
+def _format(event: Event) -> str:
+    fields = event.model_dump(mode="json")
+    first = ("event", "time", "attempt", "term", "reason")
+    return encode({name: fields[name] for name in first} | fields)

@@ -1,0 +1,181 @@
+"""lease.json: one supervisor a run, and how the next one knows that the last is dead.
+
+A beat is compared with itself on the *reader's* monotonic clock: clocks of two hosts are never compared.  The lock file
+only makes a take-over orderly where file locks work; correctness is in the holder's look at lease.json before each
+line of the journal.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import filelock
+
+from worker.contract.claim import start_ticks
+from worker.contract.files import Message, UnusableFileError, publish_message, read_message
+from worker.contract.run_dir import RunDir
+
+BEAT_EVERY_S: Final = 10.0
+DEAD_AFTER_S: Final = 60.0
+_LOOK_EVERY_S: Final = 1.0
+_LOCK_TIMEOUT_S: Final = 10.0
+
+
+class LeaseFile(Message):
+    """Who supervises the run; ``beat`` grows while it lives."""
+
+    holder: str
+    host: str
+    pid: int
+    started_ticks: int | None = None
+    job_id: str | None = None
+    term: int
+    beat: int
+
+
+class HeldError(Exception):
+    """Another supervisor holds the run; the message says who."""
+
+
+class LostError(Exception):
+    """The lease is somebody else's by now; write nothing more."""
+
+
+@dataclass
+class Lease:
+    """A lease that is held. ``beat`` as often as you like; ``check`` before each line of the journal."""
+
+    run_dir: RunDir
+    file: LeaseFile
+    beaten_at: float
+
+    @property
+    def term(self) -> int:
+        """Grows by one with each holder."""
+        return self.file.term
+
+    def check(self) -> None:
+        """Return while the lease is our own; LostError otherwise."""
+        found = read_message(self.run_dir.lease, LeaseFile)
+        if found is None or found.holder != self.file.holder:
+            raise LostError(f"{found.holder if found else 'nobody'} holds {self.run_dir.path.name} now")
+
+    def beat(self) -> None:
+        """Show that the holder lives, every 10 s at most."""
+        now = time.monotonic()
+        if now - self.beaten_at < BEAT_EVERY_S:
+            return
+        self.check()
+        self.file = self.file.model_copy(update={"beat": self.file.beat + 1})
+        publish_message(self.run_dir.lease, self.file)
+        self.beaten_at = now
+
+    def give_up(self) -> None:
+        """Leave the run to the next supervisor, at once."""
+        with contextlib.suppress(LostError, UnusableFileError, OSError):
+            self.check()
+            self.run_dir.lease.unlink()
+
+
+def take_lease(
+    run_dir: RunDir,
+    *,
+    job_is_over: Callable[[str], bool] = lambda job_id: False,
+    sleep: Callable[[float], None] = time.sleep,
+    patience_s: float = DEAD_AFTER_S,
+    job_id: str | None = None,
+) -> Lease:
+    """The run's lease, taken over from a holder that is dead; HeldError where one lives.
+
+    A holder on another host is watched for ``patience_s`` before it counts as dead.
+    """
+    before = read_holder(run_dir)
+    if before is not None:
+        _wait_until_dead(run_dir, before, job_is_over, sleep, patience_s)
+    with _orderly(run_dir):
+        now = read_holder(run_dir)
+        if now is not None and (before is None or now.holder != before.holder):
+            raise HeldError(describe(now))
+        return _write(run_dir, (now.term if now else 0) + 1, job_id)
+
+
+def _write(run_dir: RunDir, term: int, job_id: str | None) -> Lease:
+    host, pid = socket.gethostname(), os.getpid()
+    file = LeaseFile(
+        holder=f"{host}:{pid}:{secrets.token_hex(4)}",
+        host=host,
+        pid=pid,
+        started_ticks=start_ticks(pid),
+        job_id=job_id,
+        term=term,
+        beat=0,
+    )
+    publish_message(run_dir.lease, file)
+    lease = Lease(run_dir, file, time.monotonic())
+    lease.check()
+    return lease
+
+
+@contextlib.contextmanager
+def _orderly(run_dir: RunDir) -> Iterator[None]:
+    """Hold lease.lock where file locks work; elsewhere go on without, the look before each append decides."""
+    lock = filelock.FileLock(run_dir.lease_lock, timeout=_LOCK_TIMEOUT_S)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise HeldError("another process takes over this run at this moment") from None
+    except (OSError, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def read_holder(run_dir: RunDir) -> LeaseFile | None:
+    """Who holds the run; None for nobody, or for a lease that cannot be read."""
+    try:
+        return read_message(run_dir.lease, LeaseFile)
+    except UnusableFileError:
+        return None
+
+
+def describe(file: LeaseFile) -> str:
+    """The holder, for a person."""
+    job = f", job {file.job_id}" if file.job_id else ""
+    return f"a supervisor on {file.host} (process {file.pid}{job}) holds this run"
+
+
+def is_gone(file: LeaseFile) -> bool:
+    """Whether the holder is known to be dead at once: its process on this very host is no more."""
+    if file.host != socket.gethostname():
+        return False
+    ticks = start_ticks(file.pid)
+    return ticks is None or (file.started_ticks is not None and ticks != file.started_ticks)
+
+
+def _wait_until_dead(
+    run_dir: RunDir,
+    before: LeaseFile,
+    job_is_over: Callable[[str], bool],
+    sleep: Callable[[float], None],
+    patience_s: float,
+) -> None:
+    if is_gone(before) or (before.job_id is not None and job_is_over(before.job_id)):
+        return
+    if before.host == socket.gethostname():
+        raise HeldError(describe(before))
+    begun = time.monotonic()
+    while time.monotonic() - begun < patience_s:
+        sleep(_LOOK_EVERY_S)
+        now = read_holder(run_dir)
+        if now is None:
+            return
+        if (now.holder, now.beat) != (before.holder, before.beat):
+            raise HeldError(describe(now))

@@ -1,0 +1,258 @@
+"""Look once: the job, new history records, complete checkpoints, exit reports, a person's request."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from slurm.job import JobStatus
+from slurm.scheduler import Scheduler, SchedulerError
+from supervisor.journal import (
+    Event,
+    JobSeen,
+    Preempted,
+    ProgressMade,
+    SegmentStarted,
+    StopRequested,
+    VerdictSeen,
+    WorkerLeft,
+)
+from supervisor.run_state import RunState
+from worker.contract.claim import Claim, read_claim
+from worker.contract.exit_report import ExitReport, Outcome
+from worker.contract.files import Message, UnusableFileError, read_message
+from worker.contract.loss_history import BatchPosition, HistoryReader, Record
+from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
+from worker.contract.run_dir import RunDir
+
+
+class Request(Message):
+    """request.json: what a person asks of a run, by a verb."""
+
+    verb: Literal["stop"]
+    by: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look at a run. What could not be known is told apart from what is not there."""
+
+    now: float
+    job: JobStatus | None = None
+    """The run's job; None = the scheduler does not know it, or there is none, or ``look_error`` says why not."""
+    look_error: str | None = None
+    """Why the scheduler could not be asked; None = it answered."""
+    absent_s: float = 0.0
+    """How long no look has shown the job."""
+    claim: Claim | None = None
+    reports: Mapping[int, ExitReport] = field(default_factory=dict)
+    """Exit reports of the attempt's newest start, by rank."""
+    started_segments: Sequence[Record] = ()
+    """First records of segments that this process has not seen before."""
+    branch: Sequence[Record] = ()
+    """Of the surviving branch: every record that is not ``ok``, and the last one."""
+    manifests: Sequence[Manifest] = ()
+    """Complete checkpoints, ascending by step."""
+    request: Request | None = None
+
+    @property
+    def last(self) -> Record | None:
+        """The newest record, None before the first step."""
+        return self.branch[-1] if self.branch else None
+
+
+class Observer:
+    """Looks at one run again and again; keeps only what can be read again from the files."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self._reader = HistoryReader(run_dir.history)
+        self._branch: list[Record] = []
+        self._manifests: dict[tuple[int, int], Manifest] = {}
+        self._last_seen: tuple[str, float] | None = None  # job id, monotonic time
+
+    def look(self, run: RunState, now: float, job: JobStatus | None, look_error: str | None) -> Observation:
+        """Everything there is to see of the run, beside the job status that was asked for all runs at once."""
+        started = self._read_history()
+        return Observation(
+            now=now,
+            job=job,
+            look_error=look_error,
+            absent_s=self._absent_s(run.job_id, job, look_error),
+            claim=_claim(self.run_dir, run.attempt),
+            reports=newest_reports(self.run_dir, run.attempt),
+            started_segments=started,
+            branch=tuple(self._branch),
+            manifests=self._complete(),
+            request=read_request(self.run_dir.request),
+        )
+
+    def _read_history(self) -> list[Record]:
+        try:
+            new = self._reader.new_records()
+        except UnusableFileError:
+            self._reader = HistoryReader(self.run_dir.history)  # it was cut behind our back: read it whole again
+            self._branch.clear()
+            new = self._reader.new_records()
+        started = []
+        for record in new:
+            if record.start is not None:
+                started.append(record)
+            self._add(record)
+        return started
+
+    def _add(self, record: Record) -> None:
+        if self._branch and self._branch[-1].verdict == "ok":
+            self._branch.pop()  # only the last record is kept when it is ok
+        while self._branch and self._branch[-1].step >= record.step:
+            self._branch.pop()
+        self._branch.append(record)
+
+    def _complete(self) -> tuple[Manifest, ...]:
+        found: dict[tuple[int, int], Manifest] = {}
+        for step in self.run_dir.checkpoint_steps():
+            folder = self.run_dir.checkpoint(step)
+            try:
+                key = (step, (folder / MANIFEST).stat().st_mtime_ns)
+                found[key] = self._manifests.get(key) or complete_manifest(folder)
+            except (OSError, UnusableCheckpointError):
+                continue
+        self._manifests = found
+        return tuple(manifest for (step, _), manifest in found.items() if manifest.step == step)
+
+    def _absent_s(self, job_id: str | None, job: JobStatus | None, look_error: str | None) -> float:
+        now = time.monotonic()
+        if job_id is None:
+            return 0.0
+        if job is not None or self._last_seen is None or self._last_seen[0] != job_id:
+            self._last_seen = (job_id, now)
+        return 0.0 if look_error else now - self._last_seen[1]
+
+
+def read_request(path: Path) -> Request | None:
+    """A person's request; None where there is none, or none that can be understood."""
+    try:
+        return read_message(path, Request)
+    except UnusableFileError:
+        return None
+
+
+def _claim(run_dir: RunDir, attempt: int) -> Claim | None:
+    return read_claim(run_dir.claim(attempt)) if attempt else None
+
+
+def newest_reports(run_dir: RunDir, attempt: int) -> dict[int, ExitReport]:
+    """Exit reports of the newest start of ``attempt`` that left any folder, by rank."""
+    restarts = run_dir.restarts(attempt) if attempt else []
+    if not restarts:
+        return {}
+    folder = run_dir.restart(attempt, restarts[-1])
+    found = (read_message(path, ExitReport) for path in sorted(folder.glob("rank-*.exit.json")))
+    return {report.rank: report for report in found if report is not None}
+
+
+def look_up(scheduler: Scheduler, job_ids: Sequence[str]) -> tuple[Mapping[str, JobStatus], str | None]:
+    """One query for all jobs: their statuses, and the error where the scheduler did not answer."""
+    if not job_ids:
+        return {}, None
+    try:
+        return scheduler.look(job_ids), None
+    except SchedulerError as error:
+        return {}, str(error)
+
+
+def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event]:
+    """What was seen and is not yet in the journal, in the order in which it is to be written. Pure."""
+    if seen.request is not None and run.stop_by is None:
+        yield StopRequested(by=seen.request.by, reason=f"{seen.request.by} asked for a stop")
+    yield from _job_news(run, seen.job)
+    yield from _history_news(run, seen)
+    yield from _worker_news(run, seen)
+    healthy = [m.step for m in seen.manifests if health(m, seen.branch, healthy_after) is Health.HEALTHY]
+    if healthy and healthy[-1] > run.healthy_step:
+        yield ProgressMade(healthy_step=healthy[-1], reason=f"checkpoint-{healthy[-1]} is healthy")
+
+
+def _job_news(run: RunState, job: JobStatus | None) -> Iterator[Event]:
+    if job is None or job.job_id != run.job_id:
+        return
+    told = run.job
+    is_back = job.restarts > (told.restarts if told else 0)
+    if is_back and run.left is not None and run.left.error is not None and run.left.error.what == "preempted":
+        yield Preempted(job_id=job.job_id, restart=job.restarts, reason="preempted; its job waits to start again")
+    new = JobSeen(job_id=job.job_id, state=job.state.value, why=job.why, nodes=tuple(job.nodes), restarts=job.restarts)
+    if told is None or _facts(told) != _facts(new):
+        yield new
+
+
+def _facts(job: JobSeen) -> tuple[object, ...]:
+    return job.job_id, job.state, job.why, job.nodes, job.restarts
+
+
+def _history_news(run: RunState, seen: Observation) -> Iterator[Event]:
+    for record in seen.started_segments:
+        if record.attempt == run.attempt and record.segment > (run.segment or 0):
+            begun = f"from {record.start.checkpoint}" if record.start and record.start.checkpoint else "from scratch"
+            yield SegmentStarted(
+                segment=record.segment,
+                restart=record.restart,
+                step=record.step,
+                start=record.start,
+                reason=f"step {record.step} is the first of segment {record.segment}, {begun}",
+            )
+    last = seen.last
+    if last is not None and last.is_acted and last.attempt == run.attempt and run.verdict is None:
+        onset = last.onset_step if last.onset_step is not None else last.step
+        yield VerdictSeen(
+            kind=last.verdict,
+            step=last.step,
+            onset_step=onset,
+            loss=last.loss,
+            level=last.level,
+            batches=_batches(seen.branch, onset),
+            reason=_describe(last, onset),
+        )
+
+
+def _batches(branch: Sequence[Record], onset: int) -> tuple[BatchPosition, ...]:
+    return tuple(record.data for record in branch if record.step >= onset and record.data is not None)
+
+
+def _describe(record: Record, onset: int) -> str:
+    """What was seen, for a person."""
+    if record.verdict == "nonfinite":
+        named = ", ".join(f"{name} {value}" for name, value in record.nonfinite.items()) or "a non-finite gradient"
+        return f"not finite since step {onset}: {named} at step {record.step}"
+    times = f", {record.loss / record.level:.1f} x the level {record.level:.4g}" if record.loss and record.level else ""
+    return f"loss {record.loss:.4g} at step {record.step}{times}, above the band since step {onset}"
+
+
+_TELLS_MOST = (
+    Outcome.DONE,
+    Outcome.VERDICT,
+    Outcome.REFUSED,
+    Outcome.OUT_OF_MEMORY,
+    Outcome.CRASHED,
+    Outcome.FENCED,
+    Outcome.LEFT,
+    Outcome.ENDED,
+)
+
+
+def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
+    if run.left is not None or 0 not in seen.reports:
+        return
+    restarts = max(seen.job.restarts if seen.job else 0, run.job.restarts if run.job else 0)
+    report = min(seen.reports.values(), key=lambda each: (_TELLS_MOST.index(each.outcome), each.rank))
+    if report.restart < restarts:
+        return  # that start is over and done with: Slurm put the job back
+    what = f" ({report.error.what or report.error.message})" if report.error else ""
+    yield WorkerLeft(
+        restart=report.restart,
+        outcome=report.outcome,
+        step=report.step,
+        saved_step=report.saved_step,
+        error=report.error,
+        reason=f"the worker ended: {report.outcome}{what}",
+    )

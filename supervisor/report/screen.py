@@ -1,0 +1,64 @@
+"""A run as it goes on, on the stream that the command line hands over."""
+
+import shutil
+import time
+from typing import Final, TextIO
+
+from supervisor.journal import Event
+from supervisor.observation import Observation
+from supervisor.report.texts import event_lines
+
+_PROGRESS_EVERY_S: Final = 10.0
+
+
+class Screen:
+    """Shows a run's events and its progress: a live line on a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, out: TextIO, run: str, max_steps: int | None) -> None:
+        self._out = out
+        self._run = run
+        self._of = f"/{max_steps}" if max_steps else ""
+        self._is_live = out.isatty()
+        self._shown_at = 0.0
+        self._shown = ""
+        self._trouble = ""
+
+    def event(self, event: Event) -> None:
+        """Print an event of the journal."""
+        self._clear()
+        for line in event_lines(event):
+            self._write(line + "\n")
+
+    def progress(self, seen: Observation) -> None:
+        """Show where training is."""
+        self._trouble = ""
+        last = seen.last
+        now = time.monotonic()
+        if last is None or now - self._shown_at < (0.5 if self._is_live else _PROGRESS_EVERY_S):
+            return
+        loss = "not finite" if last.loss is None else f"{last.loss:.4f}"
+        rate = "" if last.lr is None else f"  rate {last.lr:.3g}"
+        text = f"step {last.step}{self._of}  loss {loss}{rate}"
+        if text == self._shown:
+            return
+        self._shown, self._shown_at = text, now
+        if self._is_live:
+            self._write(f"\r\x1b[K{self._run}: {text}"[: shutil.get_terminal_size().columns + 4])
+        else:
+            self._write(f"{'':21}{text}\n")
+
+    def trouble(self, message: str) -> None:
+        """Say once what is being tried again."""
+        if message != self._trouble:
+            self._clear()
+            self._write(f"{'':21}{message}\n")
+        self._trouble = message
+
+    def _clear(self) -> None:
+        if self._is_live and self._shown:
+            self._write("\r\x1b[K")
+            self._shown = ""
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()

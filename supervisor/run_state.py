@@ -1,0 +1,293 @@
+"""Where a run stands: the fold of its journal.  Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from slurm.job import JobState
+from supervisor.journal import (
+    AttemptDecided,
+    CancelIntended,
+    Cancelled,
+    Continued,
+    Event,
+    Finished,
+    GaveUp,
+    JobSeen,
+    LookFailed,
+    LookRecovered,
+    Plan,
+    ProgressMade,
+    ResumeRequested,
+    RolledBack,
+    RunCreated,
+    SegmentStarted,
+    StartMoved,
+    Stopped,
+    StopRequested,
+    SubmitFailed,
+    SubmitIntended,
+    Submitted,
+    SupervisorStarted,
+    VerdictSeen,
+    WorkerLeft,
+)
+from worker.contract.exit_report import ErrorDetail, Outcome
+
+State = Literal["created", "queued", "starting", "training", "recovering", "stopping", "finished", "stopped", "gave_up"]
+OVER: frozenset[State] = frozenset({"finished", "stopped", "gave_up"})
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything that deciding needs to remember; steps are finished optimizer steps, times UTC seconds."""
+
+    state: State = "created"
+    since: float = 0.0
+    """When ``state`` began."""
+    reason: str = ""
+    """The last reason given, for a person."""
+    run_id: str = ""
+    attempt: int = 0
+    term: int = 0
+    awaits_attempt: bool = True
+    """Whether the next attempt is to be decided without a cause: at the beginning, and after a person's resume."""
+    plan: Plan | None = None
+    """The attempt as last decided; what directive.json says."""
+    decided_at: float = 0.0
+    job_id: str | None = None
+    """The job that the attempt was given; None = none yet."""
+    job: JobSeen | None = None
+    segment: int | None = None
+    has_stepped: bool = False
+    """Whether the present attempt made an optimizer step."""
+    healthy_step: int = 0
+    """Step of the newest checkpoint that was ever found healthy."""
+    rollbacks: int = 0
+    rollbacks_since_progress: int = 0
+    attempts_since_progress: int = 0
+    restarts_at_begin: int = 0
+    """Slurm's restart count when the attempt was decided."""
+    relaunches_in_job: int = 0
+    """Attempts that were started again in the present allocation since the last progress."""
+    verdict: VerdictSeen | None = None
+    """The verdict of the present attempt, as long as it is unanswered."""
+    left: WorkerLeft | None = None
+    """How the present attempt's worker left, as long as it is unanswered."""
+    crash_signature: str | None = None
+    """Signature of a crash before any step, of this attempt or of the one before."""
+    previous_crash_signature: str | None = None
+    ended_or_cancelled: frozenset[str] = frozenset()
+    """Jobs that are over, or that we cancelled: never adopted again."""
+    cancelled_by_us: frozenset[str] = frozenset()
+    submitted_times: tuple[float, ...] = ()
+    failed_submissions: int = 0
+    """Refused submissions in a row."""
+    last_submit_failed_at: float = 0.0
+    start_moved: tuple[str, int] | None = None
+    """Job and restart count whose start was last asked to be now."""
+    stop_by: str | None = None
+    """Who asked for a stop that is not carried out yet."""
+    look_failed_at: float | None = None
+    """When the scheduler began not to answer."""
+    open_intent: AttemptDecided | SubmitIntended | CancelIntended | None = None
+    job_name: str = ""
+    final_step: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more happens without a person's word."""
+        return self.state in OVER
+
+    @property
+    def has_live_job(self) -> bool:
+        """Whether the run has a job that is not known to be over."""
+        return self.job_id is not None and self.job_id not in self.ended_or_cancelled
+
+
+MAY_COME_BACK = frozenset({JobState.PREEMPTED, JobState.NODE_FAIL})
+"""Over, unless Slurm shows the same job again within a while."""
+
+
+def replay(events: Iterable[Event]) -> RunState:
+    """The state after all of ``events``."""
+    run = RunState()
+    for event in events:
+        run = apply(run, event)
+    return run
+
+
+def apply(run: RunState, event: Event) -> RunState:
+    """The state after one more event."""
+    after = _apply(run, event)
+    if after.state != run.state:
+        after = replace(after, since=event.time)
+    return replace(after, reason=event.reason) if event.reason else after
+
+
+def _apply(run: RunState, event: Event) -> RunState:
+    match event:
+        case RunCreated():
+            return replace(run, run_id=event.run_id, job_name=f"hf-{event.run_id[:8]}", since=event.time)
+        case SupervisorStarted():
+            return replace(run, term=event.term)
+        case AttemptDecided():
+            return replace(run, state="recovering" if run.attempt else "created", open_intent=event)
+        case RolledBack() | Continued():
+            return _begin_attempt(run, event)
+        case SubmitIntended() | Submitted() | SubmitFailed() | CancelIntended() | Cancelled():
+            return _apply_job(run, event)
+        case JobSeen():
+            return _see_job(run, event)
+        case StartMoved():
+            return replace(run, start_moved=(event.job_id, run.job.restarts if run.job else 0))
+        case SegmentStarted():
+            return _begin_segment(run, event)
+        case VerdictSeen():
+            return replace(run, verdict=event)
+        case WorkerLeft():
+            return _note_crash(replace(run, left=event), event)
+        case ProgressMade():
+            return replace(
+                run,
+                healthy_step=event.healthy_step,
+                rollbacks_since_progress=0,
+                attempts_since_progress=0,
+                relaunches_in_job=0,
+                crash_signature=None,
+                previous_crash_signature=None,
+            )
+        case LookFailed():
+            return replace(run, look_failed_at=event.time)
+        case LookRecovered():
+            return replace(run, look_failed_at=None)
+        case StopRequested():
+            return replace(run, state="stopping", stop_by=event.by)
+        case ResumeRequested():
+            return _reopen(run)
+        case Finished():
+            return replace(run, state="finished", final_step=event.final_step)
+        case Stopped():
+            return replace(run, state="stopped", stop_by=None)
+        case GaveUp():
+            return replace(run, state="gave_up")
+        case _:
+            return run
+
+
+def _begin_segment(run: RunState, event: SegmentStarted) -> RunState:
+    return replace(
+        run,
+        state=_unless_stopping(run, "training"),
+        segment=event.segment,
+        has_stepped=True,
+        left=None,
+        crash_signature=None,
+        previous_crash_signature=None,
+    )
+
+
+def _unless_stopping(run: RunState, state: State) -> State:
+    return "stopping" if run.stop_by else state
+
+
+def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
+    is_rollback = isinstance(event, RolledBack)
+    keeps_job = event.where != "new_job"
+    return replace(
+        run,
+        state=_unless_stopping(run, "starting" if keeps_job else "queued"),
+        attempt=event.attempt,
+        awaits_attempt=False,
+        plan=event,
+        restarts_at_begin=run.job.restarts if keeps_job and run.job is not None else 0,
+        decided_at=event.time,
+        job_id=run.job_id if keeps_job else None,
+        job=run.job if keeps_job else None,
+        rollbacks=run.rollbacks + is_rollback,
+        rollbacks_since_progress=run.rollbacks_since_progress + is_rollback,
+        attempts_since_progress=run.attempts_since_progress + 1,
+        relaunches_in_job=run.relaunches_in_job + 1 if event.where == "same_allocation" else 0,
+        verdict=None,
+        left=None,
+        has_stepped=False,
+        open_intent=None,
+        ended_or_cancelled=run.ended_or_cancelled
+        if keeps_job or not run.job_id
+        else run.ended_or_cancelled | {run.job_id},
+    )
+
+
+def _apply_job(
+    run: RunState, event: SubmitIntended | Submitted | SubmitFailed | CancelIntended | Cancelled
+) -> RunState:
+    match event:
+        case SubmitIntended():
+            return replace(run, state=_unless_stopping(run, "queued"), open_intent=event)
+        case Submitted():
+            times = run.submitted_times if event.adopted else (*run.submitted_times, event.time)
+            return replace(
+                run, job_id=event.job_id, job=None, submitted_times=times[-100:], failed_submissions=0, open_intent=None
+            )
+        case SubmitFailed():
+            return replace(
+                run, failed_submissions=run.failed_submissions + 1, last_submit_failed_at=event.time, open_intent=None
+            )
+        case CancelIntended():
+            return replace(run, cancelled_by_us=run.cancelled_by_us | {event.job_id}, open_intent=event)
+        case Cancelled():
+            return replace(run, open_intent=None)
+
+
+def _see_job(run: RunState, event: JobSeen) -> RunState:
+    if event.job_id != run.job_id:
+        return run
+    state = JobState(event.state)
+    is_over = state.is_over and state not in MAY_COME_BACK
+    ended = run.ended_or_cancelled | {event.job_id} if is_over else run.ended_or_cancelled - {event.job_id}
+    is_back = run.job is not None and event.restarts > run.job.restarts
+    return replace(
+        run, job=event, state=_state_with_job(run, state), ended_or_cancelled=ended, left=None if is_back else run.left
+    )
+
+
+def _state_with_job(run: RunState, job: JobState) -> State:
+    if job is JobState.PENDING and run.state in ("starting", "training"):
+        return "recovering"
+    if job is JobState.RUNNING and run.state in ("queued", "recovering"):
+        return "starting"
+    return run.state
+
+
+def _note_crash(run: RunState, event: WorkerLeft) -> RunState:
+    """Keep the signature of a crash of the trainer's own before any step, and the one before it."""
+    if event.outcome is not Outcome.CRASHED or run.has_stepped or event.error is None:
+        return run
+    return replace(run, previous_crash_signature=run.crash_signature, crash_signature=crash_signature(event.error))
+
+
+def crash_signature(error: ErrorDetail) -> str:
+    """What makes two crashes the same one: the error's type and the last frame of its traceback."""
+    frames = [line.strip() for line in error.traceback.splitlines() if line.lstrip().startswith("File ")]
+    return f"{error.type} {frames[-1] if frames else ''}".strip()
+
+
+def _reopen(run: RunState) -> RunState:
+    """A person wants a run to go on that was over: budgets begin anew, the next attempt is to be decided.
+
+    A verdict that was not answered stays, so that the next attempt begins before it.
+    """
+    return replace(
+        run,
+        state="created",
+        awaits_attempt=True,
+        rollbacks_since_progress=0,
+        attempts_since_progress=0,
+        relaunches_in_job=0,
+        crash_signature=None,
+        previous_crash_signature=None,
+        stop_by=None,
+        left=None,
+        failed_submissions=0,
+        submitted_times=(),
+    )

@@ -1,0 +1,191 @@
+"""Making a run's folder, finding it again, and where it stands."""
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from supervisor.journal import Event, JobSeen, RunCreated, SegmentStarted, read_journal
+from supervisor.lease import is_gone, read_holder
+from supervisor.run_state import RunState, replay
+from worker.contract import config as contract_config
+from worker.contract.config import Config, config_digest
+from worker.contract.files import UnusableFileError, append_line, encode
+from worker.contract.loss_history import HistoryReader, Record, last_record, surviving
+from worker.contract.manifest import complete_checkpoints, health
+from worker.contract.run_dir import RunDir
+
+_FOLDERS = ("checkpoints", "attempts", "quarantine", "logs")
+_VERSIONED = ("higgsfield-supervisor", "torch", "transformers", "accelerate", "submitit")
+
+
+class RunError(Exception):
+    """A run that cannot be made, found or read; the message is one line for a person."""
+
+
+def open_or_create(config: Config) -> RunDir:
+    """The run's folder: a new one, made whole or not at all, or the one that is there with the same configuration."""
+    run_dir = RunDir(Path(config.run.dir) / config.run.name)
+    if run_dir.path.exists():
+        _check_same(run_dir, config)
+        return run_dir
+    try:
+        _create(run_dir, config)
+    except OSError as error:
+        raise RunError(
+            f"{run_dir.path}: cannot be made ({error.strerror}); set run.dir to a folder you may write"
+        ) from None
+    return run_dir
+
+
+def _check_same(run_dir: RunDir, config: Config) -> None:
+    if not run_dir.config.exists():
+        raise RunError(f"{run_dir.path}: is there and is no run of ours; choose another run.name")
+    try:
+        there = contract_config.read(run_dir.config)
+    except UnusableFileError as error:
+        raise RunError(f"{error}; choose another run.name") from None
+    if there != config:
+        keys = ", ".join(_differences(there.model_dump(), config.model_dump()))
+        raise RunError(f"{run_dir.path}: another run has this name (it differs in {keys}); choose another run.name")
+    if not os.access(run_dir.path, os.W_OK):
+        raise RunError(f"{run_dir.path}: may not be written by you; run it as its owner or choose another run.dir")
+
+
+def _differences(left: dict[str, Any], right: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key in [*left, *(key for key in right if key not in left)]:
+        one, other = left.get(key), right.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += _differences(one, other, f"{prefix}{key}.")
+        elif one != other:
+            found.append(prefix + key)
+    return found
+
+
+def _create(run_dir: RunDir, config: Config) -> None:
+    run_dir.path.parent.mkdir(parents=True, exist_ok=True)
+    making = RunDir(run_dir.path.with_name(f".tmp-{run_dir.path.name}-{secrets.token_hex(4)}"))
+    try:
+        making.path.mkdir()
+        for name in _FOLDERS:
+            (making.path / name).mkdir()
+        making.jobs.mkdir(mode=0o700)
+        contract_config.write(making.config, config)
+        created = RunCreated(
+            time=time.time(),
+            reason=f"run {config.run.name}",
+            run_id=secrets.token_hex(8),
+            config_digest=config_digest(config),
+            versions=_versions(),
+        )
+        append_line(making.journal, encode({"event": "RunCreated"} | created.model_dump(mode="json")))
+        making.path.rename(run_dir.path)
+    except OSError:
+        shutil.rmtree(making.path, ignore_errors=True)
+        raise
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def find_run(text: str, runs: Path) -> RunDir:
+    """The run that a person means: a folder, or a name under ``runs``; RunError where there is none."""
+    for path in (Path(text), runs / text):
+        if (path / "config.yaml").is_file() and (path / "rollback_log.jsonl").is_file():
+            return RunDir(path.resolve())
+    raise RunError(f"{text}: is no run folder, and there is no run of that name under {runs}")
+
+
+def all_runs(runs: Path) -> list[RunDir]:
+    """Every run under a folder, by name."""
+    if not runs.is_dir():
+        return []
+    return [RunDir(path.resolve()) for path in sorted(runs.iterdir()) if (path / "rollback_log.jsonl").is_file()]
+
+
+# -- where a run stands ------------------------------------------------------------------------------------------------
+
+
+def standing(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
+    """One run as ``status --json`` prints it; nothing but files is asked."""
+    config = contract_config.read(run_dir.config)
+    events = read_journal(run_dir.journal)
+    state = replay(events)
+    last = last_record(run_dir.history)
+    row: dict[str, Any] = {
+        "name": config.run.name,
+        "dir": str(run_dir.path),
+        "state": state.state,
+        "step": last.step if last else None,
+        "max_steps": _max_steps(config, events),
+        "loss": last.loss if last else None,
+        "lr_scale": state.plan.lr_scale if state.plan else 1.0,
+        "rollbacks": state.rollbacks,
+        "attempt": state.attempt,
+        "job": _job(state.job),
+        "supervisor": _holder(run_dir),
+        "since": state.since,
+        "eta": _eta(config, events, state, last),
+        "reason": state.reason,
+    }
+    return row | _details(run_dir, config, state, events) if in_detail else row
+
+
+def _max_steps(config: Config, events: list[Event]) -> int | None:
+    starts = [e.start.max_steps for e in events if isinstance(e, SegmentStarted) and e.start is not None]
+    return starts[-1] if starts else config.training.max_steps
+
+
+def _job(job: JobSeen | None) -> dict[str, Any] | None:
+    if job is None:
+        return None
+    told = {"id": job.job_id, "state": job.state, "why": job.why, "nodes": list(job.nodes)}
+    return told | {"starts_at": None, "ends_at": None}
+
+
+def _holder(run_dir: RunDir) -> dict[str, Any] | None:
+    """Who supervises; ``alive`` is null for another host, where only watching would tell."""
+    file = read_holder(run_dir)
+    if file is None:
+        return None
+    here = file.host == socket.gethostname()
+    return {"host": file.host, "pid": file.pid, "alive": not is_gone(file) if here else None}
+
+
+def _eta(config: Config, events: list[Event], state: RunState, last: Record | None) -> float | None:
+    """When the last step will be done if the present segment goes on as it did, UTC seconds."""
+    started = [event for event in events if isinstance(event, SegmentStarted)]
+    total = _max_steps(config, events)
+    if state.state != "training" or not started or last is None or total is None or last.step <= started[-1].step:
+        return None
+    per_step = (last.time - started[-1].time) / (last.step - started[-1].step)
+    return last.time + per_step * (total - last.step) if per_step > 0 else None
+
+
+def _details(run_dir: RunDir, config: Config, state: RunState, events: list[Event]) -> dict[str, Any]:
+    branch = surviving(HistoryReader(run_dir.history).new_records())
+    after = config.checkpoint.healthy_after
+    checkpoints = [
+        {"step": m.step, "health": health(m, branch, after).value, "attempt": m.attempt}
+        for m in complete_checkpoints(run_dir)
+    ]
+    recovery = config.recovery
+    budgets = {
+        "rollbacks_left": max(0, recovery.spike.max_rollbacks - state.rollbacks_since_progress),
+        "attempts_left": max(0, recovery.max_attempts_without_progress - state.attempts_since_progress),
+    }
+    last_events = [event.model_dump(mode="json") for event in events[-10:]]
+    return {"checkpoints": checkpoints, "excluded": [], "budgets": budgets, "events": last_events}

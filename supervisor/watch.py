@@ -1,0 +1,159 @@
+"""The loop: observe, decide, act, sleep; for one run or for many with one scheduler query for all."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from slurm.job import JobStatus
+from slurm.scheduler import Scheduler, SchedulerError
+from supervisor.actions import SupervisedRun, carry_out, finish_open_intent
+from supervisor.decision import Decision, Wait
+from supervisor.journal import LookFailed, LookRecovered
+from supervisor.observation import Observation, Observer, look_up, news
+from supervisor.policy import Rules, decide
+from worker.contract.run_dir import RunDir
+
+LOCAL_PASS_S: Final = 0.3
+REMOTE_PASS_S: Final = 2.0
+QUIET_LOOK_S: Final = 30.0
+"""Between looks at the scheduler while everything trains."""
+BUSY_LOOK_S: Final = 2.0
+"""Between looks while something is about to change."""
+_NETWORK_FILESYSTEMS: Final = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "fuse.ceph", "fuse.sshfs", "9p", "afs"}
+    | {"pvfs2", "orangefs", "wekafs", "panfs"}
+)
+
+
+class Ears(Protocol):
+    """Who is told how a run goes on, beside its events."""
+
+    def progress(self, seen: Observation) -> None:
+        """After each pass."""
+        ...
+
+    def trouble(self, message: str) -> None:
+        """Something that will be tried again."""
+        ...
+
+
+@dataclass
+class Watched:
+    """A supervised run together with what the loop keeps about it between two passes."""
+
+    run: SupervisedRun
+    ears: Ears
+    observer: Observer = field(init=False)
+    rules: Rules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.observer = Observer(self.run.run_dir)
+        self.rules = Rules(self.run.config.recovery, self.run.config.checkpoint)
+
+
+class JobLooks:
+    """Job statuses of all runs, asked for with one query, as seldom as the runs allow."""
+
+    def __init__(self, scheduler: Scheduler, quiet_s: float, busy_s: float) -> None:
+        self._scheduler = scheduler
+        self._quiet_s = quiet_s
+        self._busy_s = busy_s
+        self._looked_at = float("-inf")
+        self.found: Mapping[str, JobStatus] = {}
+        self.error: str | None = None
+
+    def look_if_due(self, runs: Sequence[Watched]) -> None:
+        """Look again when the last look is old enough for what is going on."""
+        is_busy = any(_is_about_to_change(each.run) for each in runs)
+        if time.monotonic() - self._looked_at >= (self._busy_s if is_busy else self._quiet_s):
+            self.look(runs)
+
+    def look(self, runs: Sequence[Watched]) -> None:
+        """Ask the scheduler now."""
+        ids = [each.run.state.job_id for each in runs if each.run.state.job_id is not None]
+        self.found, self.error = look_up(self._scheduler, ids)
+        self._looked_at = time.monotonic()
+
+
+def _is_about_to_change(run: SupervisedRun) -> bool:
+    state = run.state
+    return state.state != "training" or state.left is not None or state.verdict is not None
+
+
+def watch(runs: Sequence[Watched], sleep: Callable[[float], None], looks: JobLooks, pass_s: float) -> None:
+    """Supervise until every run is over; LostError when one of them belongs to another supervisor by now."""
+    while remaining := [each for each in runs if not each.run.state.is_over]:
+        looks.look_if_due(remaining)
+        for each in remaining:
+            one_pass(each, looks, remaining)
+        if not all(each.run.state.is_over for each in runs):
+            sleep(pass_s)
+
+
+def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> Decision:
+    """One look at one run, and what follows from it; a full disk or a silent scheduler is waited out."""
+    run = watched.run
+    try:
+        run.lease.beat()
+        if run.state.open_intent is not None:
+            finish_open_intent(run)
+            looks.look(together)
+        decision, seen = _look_and_decide(watched, looks)
+        if not isinstance(decision, Wait) and run.state.job_id is not None:
+            looks.look(together)  # act on what is, not on what was seen a while ago
+            decision, seen = _look_and_decide(watched, looks)
+        carry_out(run, decision)
+        watched.ears.progress(seen)
+    except SchedulerError as error:
+        watched.ears.trouble(f"the scheduler does not answer: {error}")
+        return Wait(f"the scheduler does not answer: {error}")
+    except OSError as error:
+        watched.ears.trouble(
+            f"{run.run_dir.path}: {error.strerror or error}; nothing is done before it can be written down"
+        )
+        return Wait(str(error))
+    return decision
+
+
+def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Observation]:
+    run = watched.run
+    job_id = run.state.job_id
+    job = looks.found.get(job_id) if job_id is not None else None
+    seen = watched.observer.look(run.state, run.clock(), job, looks.error)
+    _note_silence(run, seen)
+    for event in news(run.state, seen, run.config.checkpoint.healthy_after):
+        run.record(event)
+    if seen.request is not None:
+        run.run_dir.request.unlink(missing_ok=True)
+    return decide(run.state, seen, watched.rules), seen
+
+
+def _note_silence(run: SupervisedRun, seen: Observation) -> None:
+    """The first and the last of a streak of failed looks go into the journal."""
+    since = run.state.look_failed_at
+    if seen.look_error is not None and since is None:
+        run.record(LookFailed(error=seen.look_error, reason="the scheduler does not answer; silence is not an ending"))
+    elif seen.look_error is None and since is not None:
+        run.record(LookRecovered(quiet_s=seen.now - since, reason="the scheduler answers again"))
+
+
+def seconds_between_passes(run_dir: RunDir, mounts: Path = Path("/proc/self/mountinfo")) -> float:
+    """How often to look at a run's files: 0.3 s on a local disk, 2 s on one that other hosts share."""
+    return REMOTE_PASS_S if _filesystem(run_dir.path, mounts) in _NETWORK_FILESYSTEMS else LOCAL_PASS_S
+
+
+def _filesystem(path: Path, mounts: Path) -> str:
+    """The type of the file system that ``path`` lies on; empty where that cannot be known."""
+    best, kind = "", ""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split()
+        point = fields[4].encode().decode("unicode_escape")
+        if len(point) >= len(best) and path.resolve().is_relative_to(point):
+            best, kind = point, fields[fields.index("-") + 1]
+    return kind
