@@ -1,0 +1,61 @@
+"""What an agent reports of its trainer: the outcome and its error, from values alone."""
+
+import signal
+
+from worker.agent_rules import Asked, End
+from worker.contract.exit_report import ErrorDetail, Outcome, outcome_of
+
+_KILLED_IN_TIME = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGKILL})
+_OWN_WORD_STANDS = frozenset({Outcome.DONE, Outcome.VERDICT, Outcome.FENCED, Outcome.REFUSED, Outcome.OUT_OF_MEMORY})
+_ENDED_AS = {"stop": Outcome.LEFT, "preempted": Outcome.LEFT, "fenced": Outcome.FENCED}
+
+
+def outcome_of_trainer(returncode: int, end: End | None, is_asked_to_leave: bool) -> Outcome:
+    """How a trainer's start ended; ``returncode`` as in subprocess, minus N for signal N.
+
+    A trainer that its agent was ending answers our SIGTERM with "left" or a traceback: that is not its own word.
+    """
+    own = outcome_of(returncode)
+    if end is not None:
+        return own if own in _OWN_WORD_STANDS else _ENDED_AS.get(end.what, Outcome.ENDED)
+    if is_asked_to_leave and -returncode in _KILLED_IN_TIME:
+        return Outcome.LEFT
+    return own
+
+
+def error_of_trainer(
+    outcome: Outcome, returncode: int, known: ErrorDetail | None, end: End | None, what: str, log_tail: str
+) -> ErrorDetail | None:
+    """The report's error: what the trainer ``known`` of it, else what its agent can tell.
+
+    ``what`` says why a trainer left; the tail of its log stands in for a traceback that it could not leave.
+    """
+    if outcome is Outcome.LEFT:
+        left = known or ErrorDetail(type="Left", message=f"asked to leave: {what}")
+        return left.model_copy(update={"what": what})
+    if end is not None and outcome in (Outcome.ENDED, Outcome.FENCED):
+        return ErrorDetail(
+            type="Ended", message=end.reason, what=end.what, traceback=known.traceback if known else log_tail
+        )
+    if known is not None or outcome in (Outcome.DONE, Outcome.VERDICT):
+        return known
+    if returncode < 0:
+        name = signal.strsignal(-returncode) or "unknown"
+        return ErrorDetail(type="Signal", message=f"killed by signal {-returncode} ({name})", traceback=log_tail)
+    return ErrorDetail(type="ExitCode", message=f"exit code {returncode}", traceback=log_tail)
+
+
+def left_because(trainers_word: str | None, end: End | None, asked: Asked, is_stopped: bool) -> str:
+    """Why a trainer left: stop, time_limit or preempted.
+
+    A stop by directive reaches the trainer as SIGUSR2, so that it may take it for the time limit; its agent knows.
+    """
+    if end is not None:
+        return end.what
+    if is_stopped and not asked.time_limit and not asked.preempted:
+        return "stop"
+    if trainers_word is not None:
+        return trainers_word
+    if asked.preempted:
+        return "preempted"
+    return "time_limit" if asked.time_limit else "stop"

@@ -1,0 +1,116 @@
+"""One trainer process: started so that it never outlives its agent, ended whatever state it is in."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from worker.start import Start
+
+POLL_S = 0.05
+HANG_GRACE_S = 5.0
+TERM_GRACE_S = 10.0
+KILL_GRACE_S = 60.0
+
+_LIBC = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A started trainer, in a process group of its own, so that its data workers end with it."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self.log_begin = output.tell()
+            self._process = subprocess.Popen(
+                argv,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        self.pid = self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; the pid is the trainer's until ``poll`` has told its end."""
+        os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        """None while it runs, then its exit code, or minus the signal that killed it."""
+        if self._process.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # before it is reaped: until then no other group has this number
+        return self._process.wait()
+
+    def end(self, is_hanging: bool, clock: Callable[[], float], sleep: Callable[[float], None]) -> int | None:
+        """End it: SIGTERM, SIGKILL after 10 s; its return code, None where it survived that for 60 s.
+
+        One that hangs is first asked for its stacks. A stopped process answers nothing, so it is continued.
+        """
+        rungs = [((signal.SIGTERM, signal.SIGCONT), TERM_GRACE_S), ((signal.SIGKILL,), KILL_GRACE_S)]
+        if is_hanging:
+            rungs.insert(0, ((signal.SIGUSR1, signal.SIGCONT), HANG_GRACE_S))
+        for numbers, grace_s in rungs:
+            for number in numbers:
+                self.send(number)
+            if self._is_over_within(grace_s, clock, sleep):
+                break
+        return self.poll()
+
+    def _is_over_within(self, grace_s: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+        deadline = clock() + grace_s
+        while self.poll() is None:
+            if clock() >= deadline:
+                return False
+            sleep(POLL_S)
+        return True
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """What the child does before it becomes the trainer: ask for SIGKILL when its agent dies."""
+
+    def ask() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+def trainer_environment(inherited: Mapping[str, str], start: Start, cpus_per_task: int) -> dict[str, str]:
+    """The trainer's environment: torch's names for its place in the world, and our packages importable.
+
+    MASTER_ADDR and MASTER_PORT must exist and mean nothing: the real rendezvous is a file.
+    """
+    environment = dict(inherited)
+    environment.setdefault("OMP_NUM_THREADS", str(cpus_per_task))
+    environment |= {
+        "RANK": str(start.rank),
+        "WORLD_SIZE": str(start.world),
+        "LOCAL_RANK": str(start.local_rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "PYTHONSAFEPATH": "1",
+    }
+    root = str(Path(__file__).resolve().parent.parent)
+    if root != sysconfig.get_path("purelib"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, inherited.get("PYTHONPATH"))))
+    return environment
+
+
+def log_tail(log: Path, begin: int, num_lines: int) -> str:
+    """The last lines that were written to ``log`` from byte ``begin`` on, of 64 KiB at most."""
+    with open(log, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(begin, end - 65_536))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return "\n".join(lines[-num_lines:])
