@@ -3,6 +3,8 @@
 The names are those of transformers 5.24; the last group are older names that people still write.
 """
 
+from collections.abc import Iterable
+
 _EXACT = "leave it out: a resumed run would no longer see the same batches"
 _SAVED = "leave it out: checkpoints are written and published by the worker itself"
 _HUB = "leave it out, and upload the run's final/ folder when the run has finished"
@@ -99,3 +101,8 @@ OWNED_FIELDS: dict[str, str] = {
     "no_cuda": "set CUDA_VISIBLE_DEVICES to nothing in cluster.environment",
 }
 """Name of the field -> what to do instead, as the end of a message."""
+
+
+def refused_fields(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Of the names under ``training.extra``: those that are refused, each with what to do instead."""
+    return [(name, OWNED_FIELDS[name]) for name in names if name in OWNED_FIELDS]

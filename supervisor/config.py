@@ -1,0 +1,160 @@
+"""A run's configuration from its file: what it extends, what ``--set`` changes, and what is wrong with it."""
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import supervisor
+from supervisor.config_findings import ConfigError, Finding, Place, Problem, problems_of, show
+from supervisor.config_paths import located, missing_paths
+from supervisor.config_rules import contradictions
+from worker.contract.config import Config
+from worker.contract.yaml_file import YamlError, parse_yaml, read_yaml
+
+__all__ = ["ConfigError", "Finding", "load_config", "shipped_configs"]
+
+OVERRIDE = "--set"
+_EXTENDS = "extends"
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved configuration of ``path`` with ``KEY=VALUE`` overrides; its paths are absolute and exist.
+
+    ConfigError, with everything that was found wrong, where there is no such configuration.
+    """
+    merged = _Merged(str(path))
+    for file, values in _layers(path, ()).values():
+        merged.add(values, str(file))
+    for override in overrides:
+        merged.override(*_parse_override(override))
+    try:
+        config = Config.model_validate(merged.values)
+    except ValidationError as error:
+        raise merged.error(problems_of(error, merged.values)) from None
+    problems = [*contradictions(config), *missing_paths(config)]
+    if problems:
+        raise merged.error(problems)
+    return located(config)
+
+
+def shipped_configs() -> Path:
+    """The folder of the configurations that come with the package, in a checkout or installed."""
+    package = Path(supervisor.__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+@dataclass
+class _Merged:
+    """Values laid over each other, and who wrote each key."""
+
+    main: str
+    """The file that was asked for."""
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Place, str] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, Any], origin: str) -> None:
+        """Lay ``values`` over what is there: groups of keys are joined, everything else is replaced."""
+        self._join(self.values, values, origin, ())
+
+    def _join(self, below: dict[str, Any], above: Mapping[str, Any], origin: str, at: Place) -> None:
+        for key, value in above.items():
+            place = (*at, key)
+            if not isinstance(value, dict):
+                below[key], self.origins[place] = value, origin
+                continue
+            if not isinstance(below.get(key), dict):
+                below[key], self.origins[place] = {}, origin
+            self._join(below[key], value, origin, place)
+
+    def override(self, place: Place, value: object) -> None:
+        """Set one key, whatever stood there."""
+        here = self.values
+        for number, name in enumerate(place[:-1], 1):
+            if not isinstance(here.get(name), dict):
+                here[name], self.origins[place[:number]] = {}, OVERRIDE
+            here = here[name]
+        here[place[-1]] = value
+        self.origins = {key: by for key, by in self.origins.items() if key[: len(place)] != place}
+        self.origins[place] = OVERRIDE
+
+    def error(self, problems: Sequence[Problem]) -> ConfigError:
+        """``problems`` with the file that each was written in."""
+        return ConfigError(
+            *(Finding(self._origin(one), ".".join(one.place), one.message, one.mend) for one in problems)
+        )
+
+    def _origin(self, problem: Problem) -> str:
+        ways = (problem.place[:length] for length in range(len(problem.place), 0, -1))
+        written = (self.origins[way] for way in ways if way in self.origins)
+        return self.main if problem.is_missing else next(written, self.main)
+
+
+def _layers(path: Path, trail: tuple[Path, ...]) -> dict[Path, tuple[Path, dict[str, Any]]]:
+    """The files that ``path`` builds on, each once and before what builds on it, and ``path`` last."""
+    values = _read(path)
+    layers: dict[Path, tuple[Path, dict[str, Any]]] = {}
+    here = (*trail, path.resolve())
+    for name in _names(path, values.pop(_EXTENDS, [])):
+        base = _find(path, name)
+        if base.resolve() in here:
+            raise _unusable(path, _EXTENDS, f"{name!r} extends this file in turn", "break the circle")
+        for identity, layer in _layers(base, here).items():
+            layers.setdefault(identity, layer)
+    return {**layers, here[-1]: (path, values)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = read_yaml(path)
+    except YamlError as error:
+        raise _unusable(path, "", str(error), _mend_of_yaml(str(error))) from None
+    if values is None:
+        raise _unusable(path, "", "it is empty", f"begin with extends: base.yaml; examples are in {shipped_configs()}")
+    if not isinstance(values, dict):
+        raise _unusable(path, "", f"it holds {show(values)} instead of keys", "write run:, model:, data: and training:")
+    return values
+
+
+def _mend_of_yaml(said: str) -> str:
+    if "cannot be read" in said:
+        return "check the path and its permissions"
+    return "indent with spaces" if r"'\t'" in said else "correct that line" if "line " in said else "save it as UTF-8"
+
+
+def _names(path: Path, extends: object) -> list[str]:
+    names = [extends] if isinstance(extends, str) else extends
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise _unusable(path, _EXTENDS, f"{show(extends)} names no file", "write a name, or a list of names")
+    return names
+
+
+def _find(path: Path, name: str) -> Path:
+    for folder in (path.parent, shipped_configs()):
+        found = folder / os.path.expanduser(name)  # noqa: PTH111 (pathlib raises at an unknown user)
+        if found.is_file():
+            return found
+    there = sorted({one.name for folder in (path.parent, shipped_configs()) for one in folder.glob("*.yaml")})
+    near = difflib.get_close_matches(name, there, n=1)
+    mend = f"did you mean {near[0]}?" if near else f"there are: {', '.join(there)}"
+    raise _unusable(path, _EXTENDS, f"{name!r} is neither beside this file nor among the shipped ones", mend)
+
+
+def _unusable(path: Path, key: str, message: str, mend: str) -> ConfigError:
+    return ConfigError(Finding(str(path), key, message, mend))
+
+
+def _parse_override(text: str) -> tuple[Place, Any]:
+    key, equals, value = text.partition("=")
+    place = tuple(key.strip().split("."))
+    if not equals or not all(place):
+        raise ConfigError(Finding(OVERRIDE, "", f"{text!r} sets no key", "write it as a.b.c=VALUE"))
+    try:
+        return place, parse_yaml(value)
+    except YamlError as error:
+        raise ConfigError(Finding(OVERRIDE, key, str(error), "put the value in quotes")) from None

@@ -1,0 +1,103 @@
+"""Paths of a configuration, made absolute where the command is given, so that the worker finds them from anywhere."""
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from supervisor.config_findings import Place, Problem
+from worker.contract.config import Config
+
+STDLIB = "stdlib"
+BYTES = "bytes"
+
+
+def located(config: Config) -> Config:
+    """The same configuration with absolute paths; what is a word or a hub name stays as it is."""
+    data, model = config.data, config.model
+    names = {"train": _absolute_entries(data.train), "tokenizer": _absolute_folder(data.tokenizer)}
+    if data.eval is not None:
+        names["eval"] = _absolute_entries(data.eval)
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": _absolute(config.run.dir)}),
+            "data": data.model_copy(update=names),
+            "model": model.model_copy(update={"path": _absolute_folder(model.path)}),
+        }
+    )
+
+
+def missing_paths(config: Config) -> Iterator[Problem]:
+    """Files and folders that ``config`` names and that are not there. A hub name cannot be told from here."""
+    if not config.run.dir:
+        yield Problem(("run", "dir"), "it is empty", "name the folder that holds the runs")
+    for key, entries in (("train", config.data.train), ("eval", config.data.eval)):
+        place = ("data", key)
+        if entries is not None and not entries:
+            yield Problem(place, "it is empty", "name a file, a glob, a folder, or stdlib")
+        for entry in (entries,) if isinstance(entries, str) else entries or ():
+            if entry != STDLIB and not _matches(entry):
+                mend = f"name a file, a glob or a folder, seen from {Path.cwd()}, or stdlib"
+                yield Problem(place, f"no file matches {entry!r}", mend)
+    yield from _missing_folder(("model", "path"), config.model.path)
+    if config.data.tokenizer != BYTES:
+        yield from _missing_folder(("data", "tokenizer"), config.data.tokenizer)
+
+
+def _missing_folder(place: Place, name: str | None) -> Iterator[Problem]:
+    """Complain where ``name`` can only be a folder: hub names have one slash at most and no path's beginning."""
+    if name is None or Path(_absolute(name)).is_dir():
+        return
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        yield Problem(place, f"there is no folder {name!r}", f"name one, seen from {Path.cwd()}, or a hub name")
+
+
+def _matches(entry: str) -> bool:
+    """Whether the worker would find a file behind ``entry``: a file, in a folder, or through a glob."""
+    path = Path(_absolute(entry)) if entry else None
+    if path is None or path.is_file():
+        return path is not None
+    if path.is_dir():
+        return any(_seen(Path(at), names) for at, names in _visible(path))
+    return any(Path(name).is_file() for name in glob.iglob(_absolute_pattern(entry), recursive=True))  # noqa: PTH207
+
+
+def _visible(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders below ``folder`` and their files, hidden ones left out as the worker does."""
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield at, [name for name in names if not name.startswith(".")]
+
+
+def _seen(at: Path, names: list[str]) -> bool:
+    return any((at / name).is_file() for name in names)
+
+
+def _absolute_entries(entries: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(entries, str):
+        return _absolute_entry(entries)
+    return tuple(_absolute_entry(entry) for entry in entries)
+
+
+def _absolute_entry(entry: str) -> str:
+    if entry == STDLIB:
+        return entry
+    path = _absolute(entry)
+    return path if Path(path).exists() else _absolute_pattern(entry)
+
+
+def _absolute_pattern(entry: str) -> str:
+    """A glob seen from here, whatever characters the way to here has."""
+    return os.path.join(glob.escape(str(Path.cwd())), os.path.expanduser(entry))  # noqa: PTH111, PTH118
+
+
+def _absolute_folder(name: str | None) -> str | None:
+    if name is None or name == BYTES:
+        return name
+    path = _absolute(name)
+    return path if Path(path).is_dir() else name
+
+
+def _absolute(name: str) -> str:
+    # An unknown user's ~ stays as it is here, where pathlib would raise.
+    return str(Path(os.path.expanduser(name)).absolute())  # noqa: PTH111

@@ -1,0 +1,141 @@
+"""What no single key can say: settings that contradict each other, or that belong somewhere else. Pure."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from slurm.job import OWN_OPTIONS, RequestError
+from slurm.parsing import ParseError, duration_s
+from supervisor.config_findings import Place, Problem
+from supervisor.job_request import supervisor_request, worker_request
+from worker.contract.config import Config
+from worker.contract.owned_fields import refused_fields
+from worker.contract.run_dir import RunDir, is_run_name
+
+_KEY_OF_OPTION = {
+    **{name: name for name in ("partition", "account", "qos", "constraint", "gres", "mem", "reservation")},
+    **{name: name for name in ("nodelist", "exclude", "nodes")},
+    "time": "time_limit",
+    "ntasks": "tasks_per_node",
+    "ntasks-per-node": "tasks_per_node",
+    "gpus-per-node": "gpus_per_node",
+    "cpus-per-task": "cpus_per_task",
+}
+
+
+def contradictions(config: Config) -> list[Problem]:
+    """Everything that the rules have against ``config``, in the order of its sections."""
+    found = [problem for rule in _RULES for problem in rule(config)]
+    return found or list(_cannot_be_submitted(config))
+
+
+def _run(config: Config) -> Iterator[Problem]:
+    if not is_run_name(config.run.name):
+        mend = "use at most 100 letters, digits, '_', '.' and '-', and neither '.' nor '-' first"
+        yield Problem(("run", "name"), f"{config.run.name!r} cannot name a run's folder", mend)
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.path is None and model.config is None:
+        yield Problem(("model",), "it names no model", "give model.path, or model.config", is_missing=True)
+    if model.path is not None and model.config is not None:
+        yield Problem(("model", "config"), "model.path is given too", "keep one, and set the other to null")
+    if model.config is not None and not isinstance(model.config.get("model_type"), str):
+        yield Problem(("model", "config"), "it has no model_type", "write one, such as model_type: llama")
+    if model.config is not None and config.data.tokenizer is None:
+        mend = "set data.tokenizer to bytes, a folder or a hub name"
+        yield Problem(("model", "config"), "a model built here has no tokenizer of its own", mend)
+
+
+def _weights(config: Config) -> Iterator[Problem]:
+    place = ("model", "dtype")
+    if config.model.dtype == "float16":
+        mend = "write float32, with training.precision: fp16"
+        yield Problem(place, "float16 weights cannot be trained", mend)
+    if config.model.dtype == "bfloat16" and not config.training.pure_bf16:
+        mend = "write float32, with training.precision: bf16, or ask for it with training.pure_bf16: true"
+        yield Problem(place, "bfloat16 weights under-train silently at small rates", mend)
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    training, warmup = config.training, config.training.schedule.warmup
+    if training.epochs is None and training.max_steps is None:
+        mend = "give training.epochs, or training.max_steps"
+        yield Problem(("training",), "it does not say how long", mend, is_missing=True)
+    if training.epochs is not None and training.max_steps is not None:
+        mend = "keep one, and set the other to null"
+        yield Problem(("training", "max_steps"), "training.epochs is given too", mend)
+    if training.max_steps is not None and warmup >= 1 and warmup > training.max_steps:
+        message = f"a warmup of {warmup:g} steps is longer than the run of {training.max_steps}"
+        yield Problem(("training", "schedule", "warmup"), message, "make it shorter; below 1 it is a share of the run")
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    if config.training.eval_every is not None and not config.data.eval:
+        mend = "give data.eval, or set it to null"
+        yield Problem(("training", "eval_every"), "there is nothing to evaluate on", mend)
+    if config.data.eval and config.training.eval_every is None:
+        mend = "give training.eval_every, or set it to null"
+        yield Problem(("data", "eval"), "nothing says how often it is evaluated", mend)
+
+
+def _extra(config: Config) -> Iterator[Problem]:
+    for name, instead in refused_fields(config.training.extra):
+        yield Problem(("training", "extra", name), "it is not set here", instead)
+
+
+def _recovery(config: Config) -> Iterator[Problem]:
+    spike, recovery = config.spike, config.recovery.spike
+    if spike.warmup > spike.window:
+        message = f"{spike.warmup} losses never fit into a window of {spike.window}"
+        yield Problem(("spike", "warmup"), message, "make it at most spike.window")
+    if recovery.ramp_steps is not None and recovery.hold_steps is None:
+        mend = "give recovery.spike.hold_steps, the steps before the ramp"
+        yield Problem(("recovery", "spike", "ramp_steps"), "the rate is held for good, so it never ramps", mend)
+
+
+def _cluster(config: Config) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.kind == "local" and cluster.nodes > 1:
+        message = f"this machine is one node, and {cluster.nodes} are asked for"
+        yield Problem(("cluster", "nodes"), message, "write 1, or set cluster.kind to slurm")
+    yield from _time_limit(("cluster", "time_limit"), cluster.time_limit)
+    yield from _time_limit(("supervisor", "time_limit"), config.supervisor.time_limit)
+    for option in cluster.sbatch:
+        place = ("cluster", "sbatch", option)
+        if option in OWN_OPTIONS:
+            yield Problem(place, "the supervisor decides this option", "leave it out")
+        elif option in _KEY_OF_OPTION:
+            yield Problem(place, "this option has a key of its own", f"set cluster.{_KEY_OF_OPTION[option]}")
+
+
+def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:
+    if text is None or text == "UNLIMITED":
+        return
+    try:
+        seconds = duration_s(text)
+    except ParseError:
+        seconds = None
+    if not seconds:
+        mend = "write minutes, HH:MM:SS, D-HH:MM:SS or UNLIMITED, in quotes"
+        yield Problem(place, f"{text!r} is no time limit of Slurm", mend)
+
+
+_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    *(_run, _model, _weights, _length, _evaluation),
+    *(_extra, _recovery, _cluster),
+)
+
+
+def _cannot_be_submitted(config: Config) -> Iterator[Problem]:
+    """What a batch script cannot carry: control characters, names that no shell knows."""
+    run_dir = RunDir(Path("/runs") / config.run.name)
+    try:
+        worker_request(config, run_dir, "hf-00000000", 1)
+    except RequestError as error:
+        yield Problem(("cluster",), str(error), "correct that value")
+        return
+    try:
+        supervisor_request(config, run_dir, "hs-00000000")
+    except RequestError as error:
+        yield Problem(("supervisor",), str(error), "correct that value")
