@@ -64,7 +64,7 @@ def nodes(text: str) -> tuple[str, ...]:
 
 
 def _outside_brackets(text: str) -> list[str]:
-    return re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
+    return re.findall(r"(?:[^,\[]|\[[^\]]*(?:\]|$))+", text)
 
 
 def _expand(part: str) -> list[str]:

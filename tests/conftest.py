@@ -1,0 +1,31 @@
+"""Fixtures of all rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from slurm.local_cluster.cluster import Cluster, running
+from slurm.local_cluster.configuration import missing_packages
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[Cluster]:
+    """A real Slurm of three nodes, one for the whole session. A test that breaks it mends it."""
+    missing = missing_packages()
+    if missing:
+        message = f"needs the Debian packages {' '.join(missing)}"
+        if os.environ.get("HIGGSFIELD_REQUIRE_SLURM") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    with running(nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def on_slurm(slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """The cluster, with SLURM_CONF set for this test."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.conf))
+    return slurm_cluster

@@ -1,0 +1,18 @@
+"""Waiting for a condition instead of for a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def eventually(look: Callable[[], T], timeout_s: float = 60.0) -> T:
+    """The first true value of `look`, asked again and again; fails with the last one after `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    while not (value := look()):
+        assert time.monotonic() < until, f"not within {timeout_s:g} s; the last look gave {value!r}"
+        time.sleep(0.05)
+    return value
