@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from worker.agent_files import claim_attempt, has_reported, look, publish_report, trainers_word
 from worker.agent_report import error_of_trainer, left_because, outcome_of_trainer
 from worker.agent_rules import (
+    PEER_GRACE_S,
     Asked,
     End,
     Fenced,
@@ -257,8 +258,10 @@ class Agent:
             if self.clock() - looked_at >= TRAIN_LOOK_S:
                 self.look()
                 looked_at = self.clock()
-            if peer_ended_at is None and self.seen.reported - {self.task.rank}:
+            peers = sorted(self.seen.reported - {self.task.rank})
+            if peer_ended_at is None and peers:
                 peer_ended_at = self.clock()
+                self.say(f"the trainers of ranks {peers} ended, its own has {PEER_GRACE_S:.0f} s")
             asked = self.asked()
             running = Running(attempt, frozenset(sent), self._since(self.preempted_at), self._since(peer_ended_at))
             move = trainer_rule(self.task, self.seen, running, asked)

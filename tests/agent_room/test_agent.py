@@ -37,9 +37,9 @@ def test_without_an_answer_the_agent_leaves_when_its_patience_is_over(room: Room
     room.direct(1)
     agent = room.agent()
     room.report(1)
-    room.advance(299)
+    room.advance(200)
     assert agent.poll() is None
-    room.advance(2)
+    room.advance(101)
     assert agent.wait() == 0
     assert len(room.notes("started")) == 1
 
