@@ -1,0 +1,288 @@
+"""Everything that is added to a Trainer: ``attach(trainer, context)``, on any instance and without a subclass.
+
+Once attached, the Trainer writes one history record per optimizer step, withholds updates whose gradient is not
+finite, stops on every rank at the same step when the detector says so, saves whole checkpoints, and proves a resume
+before its first step.  It ends early by raising: a LeavingError, or FencedError when the run is somebody else's.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from worker import world
+from worker.attached import Attached, Context
+from worker.beginning import begin, prove_random_states
+from worker.checkpoints import clear_staging
+from worker.contract.claim import FencedError, check_claim
+from worker.contract.loss_history import ACTED, BatchPosition
+from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
+from worker.leaving import AlreadyTrainedError, AskedToLeaveError, RefusedError, VerdictError
+from worker.order import EpochOrder
+from worker.publish import publish_if_best
+from worker.pulse import Heart
+from worker.randomness import random_states_aside
+from worker.rates import configured_rates
+from worker.saving import save_checkpoint
+from worker.segment import Segment
+from worker.spikes import Detector, Judgement
+from worker.tap import Measured, StepTap
+from worker.wrap import wrap
+
+_log = logging.getLogger(__name__)
+
+
+def attach(trainer: Trainer, context: Context) -> Attached:
+    """Add everything to ``trainer``; then call ``trainer.train(resume_from_checkpoint=...)`` with the chosen folder.
+
+    The Trainer needs ``max_steps`` and a map-style data set; its sampler becomes ours. SIGTERM and SIGUSR2 are flags
+    from here on.
+    """
+    args = trainer.args
+    if not hasattr(trainer.train_dataset, "__len__"):
+        raise RefusedError("the training data has no length: an exact resume needs a map-style data set")
+    if args.n_gpu > 1:
+        raise RefusedError("one task with several GPUs would train with DataParallel; use one task a GPU", what="world")
+    order = EpochOrder(
+        samples=trainer.train_dataset,
+        global_batch=args.train_batch_size * args.gradient_accumulation_steps * world.world_size(),
+        seed=args.seed,
+        shuffle=args.train_sampling_strategy == "random",
+        skipped=context.directive.skip_batches,
+    )
+    start = context.start
+    attached = Attached(
+        trainer=trainer,
+        context=context,
+        order=order,
+        detector=Detector(context.config.spike, context.directive.accept_level),
+        heart=Heart(context.run.pulse(start.attempt, start.restart, start.rank)),
+    )
+    if start.rank == 0:
+        _take_over_files(attached)
+    args.logging_nan_inf_filter = False
+    args.save_total_limit = None
+    trainer.add_callback(StepsCallback(attached))
+    return attached
+
+
+def _take_over_files(attached: Attached) -> None:
+    """Rank 0 alone writes the history and the checkpoints, while its claim stands."""
+    run, start, chosen = attached.context.run, attached.context.start, attached.context.chosen
+    claim = run.claim(start.attempt)
+    attached.files = RunFiles(run, attached.context.directive, lambda: check_claim(claim, start.job_id, start.restart))
+    clear_staging(run, start.attempt, start.restart)
+    begin_step = chosen.manifest.step if chosen else 0
+    attached.segment = Segment(run, start, begin_step, attached.files.check)
+
+
+class StepsCallback(TrainerCallback):
+    """Carries one Trainer through its steps: measure, judge, record, obey."""
+
+    def __init__(self, attached: Attached, is_late: bool | None = None) -> None:
+        """``is_late``: read a step's numbers one step later, so that nobody waits for a device."""
+        trainer = attached.trainer
+        self._attached = attached
+        self._tap = StepTap(trainer)
+        self._signals = Signals()
+        self._is_late = trainer.args.device.type != "cpu" if is_late is None else is_late
+        self._unread: list[Measured] = []
+        self._asked = Ask.NOTHING
+        self._peaks: Sequence[float] | None = None
+        wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
+        wrap(trainer, "_load_rng_state", self._load_rng_state)
+        wrap(trainer, "_save_checkpoint", self._save)
+        wrap(trainer, "evaluate", self._evaluate)
+        wrap(trainer, "get_train_dataloader", _ignoring_signals)
+        wrap(trainer, "get_eval_dataloader", _ignoring_signals)
+        wrap(trainer, "_get_train_sampler", lambda original, *args: attached.order)
+
+    # ---- beginning
+
+    def _load_optimizer(self, original: Any, checkpoint: str | None) -> None:
+        self._peaks = configured_rates(self._attached.trainer.optimizer)
+        original(checkpoint)
+
+    def _load_rng_state(self, original: Any, checkpoint: str | None) -> None:
+        original(checkpoint)
+        prove_random_states(self._attached.context.chosen)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        attached = self._attached
+        attached.step = state.global_step
+        peaks = self._peaks or configured_rates(attached.trainer.optimizer)
+        start = begin(attached, peaks)
+        if attached.segment is not None:
+            attached.segment.begin(start)
+        if state.global_step >= args.max_steps:
+            raise AlreadyTrainedError
+        attached.heart.beat("training", state.global_step)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        order = self._attached.order
+        order.epoch = state.global_step // order.num_batches
+
+    # ---- a step
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tap.before_update()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        attached = self._attached
+        attached.step = state.global_step
+        if attached.average is not None:
+            attached.average.update(attached.trainer.model, state.global_step)
+        self._unread.append(self._tap.take(state, self._look()))
+        is_boundary = control.should_save or control.should_evaluate or control.should_training_stop
+        self._settle(keep=1 if self._is_late and not is_boundary else 0)
+        if self._asked is not Ask.NOTHING:
+            self._settle(keep=0)
+            self._obey(control)
+        attached.heart.beat("training", state.global_step)
+        return control
+
+    def _look(self) -> Ask:
+        files = self._attached.files
+        return self._signals.asked if files is None else max(self._signals.asked, files.look())
+
+    def _settle(self, keep: int) -> None:
+        """Read, judge and record all measured steps but the newest ``keep``."""
+        while len(self._unread) > keep:
+            measured = self._unread.pop(0)
+            rows = measured.rows.read()
+            self._asked = max(self._asked, *(Ask(int(row[2])) for row in rows))
+            if self._asked is Ask.FENCED:
+                raise FencedError("the run is somebody else's")
+            self._judge(measured, [row[0] for row in rows], rows[0][1] if measured.knows_norm else None)
+
+    def _judge(self, measured: Measured, losses: list[float], grad_norm: float | None) -> None:
+        loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else sum(losses)
+        said = self._attached.detector.judge(measured.step, loss, grad_norm, scaler_skipped=measured.scaler_skipped)
+        self._record(measured, said, losses, loss=loss, grad_norm=grad_norm)
+        if said.verdict in ACTED:
+            raise VerdictError(f"{said.verdict} at step {measured.step}", what=said.verdict)
+
+    def _record(
+        self, measured: Measured, said: Judgement, losses: list[float], *, loss: float, grad_norm: float | None
+    ) -> None:
+        attached = self._attached
+        if attached.segment is None:
+            return
+        epoch, batch = attached.order.batch_of(measured.step)
+        attached.segment.append(
+            step=measured.step,
+            epoch=measured.epoch,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=measured.rate,
+            loss_scale=measured.loss_scale,
+            peak_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            tokens_per_s=measured.tokens_per_s,
+            step_s=measured.step_s,
+            data_wait_s=measured.data_wait_s,
+            data=BatchPosition(epoch=epoch, batch=batch),
+            verdict=said.verdict,
+            onset_step=said.onset_step,
+            level=said.level,
+            warnings=said.warnings or None,
+            nonfinite_ranks=nonfinite_ranks(losses, grad_norm),
+        )
+
+    def _obey(self, control: TrainerControl) -> None:
+        """Save, leave after the save, or leave at once; at the last step there is nothing left to do but finish."""
+        if self._asked is Ask.STOP_NOW:
+            self._leave()
+        control.should_save = True
+        if self._asked is not Ask.SAVE:
+            control.should_evaluate = False
+
+    def _leave(self) -> None:
+        attached = self._attached
+        if attached.segment is not None:
+            attached.segment.sync()
+        raise AskedToLeaveError(f"asked to leave at step {attached.step}", what=self._asked.what)
+
+    # ---- between steps
+
+    def _save(self, original: Any, model: Any, trial: Any) -> None:
+        save_checkpoint(self._attached, original, model, trial)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._asked > Ask.SAVE and state.global_step < args.max_steps:
+            self._leave()
+        if self._asked is Ask.SAVE and self._attached.files is not None:
+            self._attached.files.saved()
+        self._asked = Ask.NOTHING
+
+    def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        attached = self._attached
+        attached.heart.beat("evaluating", attached.step)
+        with random_states_aside():
+            metrics: dict[str, float] = original(*args, **kwargs)
+        attached.heart.beat("training", attached.step)
+        return metrics
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._attached.heart.beat("evaluating", state.global_step)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        loss = (metrics or {}).get("eval_loss")
+        if loss is None:
+            return
+        if self._attached.segment is not None:
+            self._attached.segment.note(eval_loss=float(loss))
+        publish_if_best(self._attached, float(loss))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep what is not finite out of the Trainer's running mean and of trainer_state.json."""
+        newest = state.log_history[-1]
+        if not math.isfinite(newest.get("loss", 0.0)):
+            self._attached.trainer._tr_loss.zero_()
+        for name, value in newest.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                newest[name] = None
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._attached.segment is not None:
+            self._attached.segment.sync()
+        self._signals.restore()
+
+
+def nonfinite_ranks(losses: Sequence[float], grad_norm: float | None) -> tuple[int, ...] | None:
+    """The ranks whose own loss is not finite; None where none is, or where the gradient alone cannot tell.
+
+    A gradient is reduced over the ranks before its norm is taken, so it points at a rank only where there is one.
+    """
+    found = tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
+    if not found and len(losses) == 1 and grad_norm is not None and not math.isfinite(grad_norm):
+        return (0,)
+    return found or None
+
+
+def _ignoring_signals(original: Any, *args: Any, **kwargs: Any) -> Any:
+    loader = original(*args, **kwargs)
+    if loader.num_workers > 0:
+        loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn)
+    return loader

@@ -1,0 +1,74 @@
+"""What is attached to one Trainer: the parts that its beginning, its steps and its saves share."""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from transformers import Trainer
+
+from worker.contract.config import Config
+from worker.contract.directive import Directive
+from worker.contract.run_dir import RunDir
+from worker.ema import Ema
+from worker.interrupts import RunFiles
+from worker.order import EpochOrder
+from worker.pulse import Heart
+from worker.resume import Chosen, Settings
+from worker.segment import Segment
+from worker.spikes import Detector
+from worker.start import Start
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a start of the worker is to do, the same on every rank."""
+
+    run: RunDir
+    start: Start
+    directive: Directive
+    config: Config
+    data_digest: str
+    chosen: Chosen | None
+    """The checkpoint to begin from; None is from scratch."""
+
+
+@dataclass
+class Attached:
+    """The parts, and how far training is."""
+
+    trainer: Trainer
+    context: Context
+    order: EpochOrder
+    detector: Detector
+    heart: Heart
+    average: Ema | None = None
+    files: RunFiles | None = None
+    """Rank 0's."""
+    segment: Segment | None = None
+    """Rank 0's."""
+    step: int = 0
+    saved_step: int | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """What may not change between a checkpoint and its resume."""
+        return Settings(
+            max_steps=self.trainer.args.max_steps,
+            seed=self.trainer.args.seed,
+            global_batch=self.order.global_batch,
+            data_digest=self.context.data_digest,
+        )
+
+
+def versions() -> dict[str, str]:
+    """The versions that a checkpoint and a segment were made with."""
+    names = {"torch": "torch", "transformers": "transformers", "accelerate": "accelerate"}
+    names["higgsfield"] = "higgsfield-supervisor"
+    return {short: _version(name) for short, name in names.items()} | {"torch": torch.__version__}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,119 @@
+"""Before the first step: restore what the Trainer does not, set the rates, and prove that all of it is there."""
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from worker import world
+from worker.attached import Attached, versions
+from worker.checkpoints import DETECTOR, EMA
+from worker.contract.directive import scale_at
+from worker.contract.loss_history import Probe
+from worker.contract.loss_history import Start as SegmentStart
+from worker.ema import Ema
+from worker.leaving import RefusedError
+from worker.probe import probe_loss
+from worker.randomness import random_digest
+from worker.rates import hold_rates
+from worker.resume import Chosen, optimizer_steps, platform_of, prove, prove_probe, refuse_changes, settings_of
+
+NEXT_SAMPLES = 8
+_log = logging.getLogger(__name__)
+
+
+def begin(attached: Attached, peaks: Sequence[float]) -> SegmentStart:
+    """Make the Trainer, just loaded, ready for its next step; RefusedError or ProofError where it is not.
+
+    ``peaks`` are the configured rates of the optimizer's groups.
+    """
+    trainer, context = attached.trainer, attached.context
+    done = trainer.state.global_step
+    rate_after = hold_rates(
+        trainer.optimizer, trainer.lr_scheduler, peaks, lambda step: scale_at(context.directive, step)
+    )
+    if context.config.ema is not None:
+        attached.average = Ema(trainer.model, context.config.ema)
+    if context.chosen is not None:
+        _restore(attached, context.chosen)
+    start = _stated(attached, rate_after(done))
+    if context.chosen is not None:
+        _prove(attached, context.chosen, start)
+    prove("learning rate", start.lr_expected, start.lr)
+    return start
+
+
+def _restore(attached: Attached, chosen: Chosen) -> None:
+    """Give the detector and the average what they had."""
+    detector = chosen.folder / DETECTOR
+    if detector.exists():
+        attached.detector.restore(json.loads(detector.read_text(encoding="utf-8")))
+    if attached.average is None:
+        return
+    average = chosen.folder / EMA
+    if not average.exists():
+        raise RefusedError(f"{average} is missing: the average would begin from nothing", what="ema", expected=EMA)
+    attached.average.load(average)
+
+
+def _stated(attached: Attached, lr_expected: float) -> SegmentStart:
+    trainer, chosen = attached.trainer, attached.context.chosen
+    done = trainer.state.global_step
+    return SegmentStart(
+        checkpoint=chosen.folder.name if chosen else None,
+        digest=chosen.digest if chosen else None,
+        max_steps=trainer.args.max_steps,
+        lr=float(trainer.optimizer.param_groups[0]["lr"]),
+        lr_expected=lr_expected,
+        optimizer_steps=optimizer_steps(trainer.optimizer, _schedule_steps(trainer)),
+        rng_digests=_rng_digests(chosen),
+        next_samples=next_samples(attached, done),
+        ema_digest=attached.average.digest() if attached.average else None,
+        probe=Probe(expected=chosen.manifest.probe_loss if chosen else None, found=probe_loss(trainer)),
+        passed_over=chosen.passed_over if chosen else (),
+        versions=versions(),
+        skip_batches=attached.context.directive.skip_batches,
+    )
+
+
+def _schedule_steps(trainer: Any) -> int:
+    return int(trainer.lr_scheduler.last_epoch)
+
+
+def _rng_digests(chosen: Chosen | None) -> tuple[str, ...]:
+    """Of each rank: what the checkpoint holds (the Trainer restores it with the first batch), or what is now."""
+    if chosen is not None and chosen.proof is not None:
+        return chosen.proof.rng_digests
+    return tuple(world.of_all_ranks(random_digest()))
+
+
+def next_samples(attached: Attached, done: int) -> tuple[int, ...]:
+    """The first samples that are trained on after ``done`` steps."""
+    order = attached.order
+    steps = range(done + 1, done + 2 + NEXT_SAMPLES // order.global_batch)
+    return tuple(sample for step in steps for sample in order.samples_of(step))[:NEXT_SAMPLES]
+
+
+def _prove(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
+    trainer, manifest = attached.trainer, chosen.manifest
+    refuse_changes(settings_of(manifest), attached.settings)
+    prove("step", manifest.step, trainer.state.global_step)
+    prove("optimizer step count", manifest.optimizer_steps, start.optimizer_steps)
+    same_platform = False
+    if chosen.proof is not None:
+        same_platform = chosen.proof.platform == platform_of(trainer.args.device)
+        if attached.average is not None and chosen.proof.ema_digest is not None:
+            prove("EMA", chosen.proof.ema_digest, start.ema_digest)
+        if manifest.skip_batches == attached.context.directive.skip_batches:
+            prove("next samples", chosen.proof.next_samples, start.next_samples)
+    for found in world.of_all_ranks(start.probe.found):
+        prove_probe(manifest.probe_loss, found, same_platform)
+    if manifest.world_size != world.world_size() or not same_platform:
+        _log.warning("resumed on other hardware or another number of ranks: the same samples, but not bitwise")
+
+
+def prove_random_states(chosen: Chosen | None) -> None:
+    """ProofError where this rank's random states are not those of the checkpoint; other world sizes have none."""
+    if chosen is None or chosen.proof is None or chosen.manifest.world_size != world.world_size():
+        return
+    prove("random states", chosen.proof.rng_digests[world.rank()], random_digest())

@@ -1,0 +1,40 @@
+"""The guard: an update whose gradient is not finite is applied on no rank.
+
+The norm is that of the gradient after it was reduced over the ranks, so every rank comes to the same answer by itself.
+"""
+
+import math
+
+import torch
+from torch.optim import Optimizer
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside of accelerate's wrappers."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def withhold(optimizer: Optimizer, grad_norm: torch.Tensor | float) -> None:
+    """Make the coming ``optimizer.step()`` change nothing if the norm is not finite: weights, moments, step counts.
+
+    A fused optimizer is told on its device and nobody waits for the answer; from any other the gradients are taken.
+    """
+    inner = innermost(optimizer)
+    if isinstance(grad_norm, torch.Tensor) and grad_norm.device.type != "cpu" and _takes_found_inf(inner):
+        inner.found_inf = (~torch.isfinite(_whole(grad_norm))).float()  # type: ignore[attr-defined]
+    elif not math.isfinite(grad_norm):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _takes_found_inf(optimizer: Optimizer) -> bool:
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """The norm over all shards where the gradient is sharded."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,0 +1,59 @@
+"""Finished weights: ``final/`` with ``final/ema/``, and ``best/`` by evaluation loss. Plain Hugging Face folders."""
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from worker import world
+from worker.attached import Attached
+from worker.checkpoints import make_durable, publish_folder
+from worker.contract.files import Message, publish_message, read_message
+
+
+class BestEvaluation(Message):
+    """best.json: which weights lie beside it."""
+
+    step: int
+    eval_loss: float
+
+
+def publish_final(attached: Attached) -> None:
+    """Publish the model as it is now as ``final/``, its average as ``final/ema/``; on every rank, together."""
+    attached.heart.beat("finishing", attached.step)
+    staged = _staged(attached, "final")
+    attached.trainer.save_model(str(staged))
+    if attached.average is not None:
+        with attached.average.swapped_into(attached.trainer.model):
+            attached.trainer.save_model(str(staged / "ema"))
+    _publish(attached, staged, attached.context.run.final)
+
+
+def publish_if_best(attached: Attached, eval_loss: float) -> None:
+    """Publish the weights as ``best/`` when they evaluate lower than those that lie there."""
+    run = attached.context.run
+    best = world.from_rank_zero(lambda: read_message(run.best / "best.json", BestEvaluation))
+    if not eval_loss < (best.eval_loss if best else float("inf")):
+        return
+    staged = _staged(attached, "best")
+    attached.trainer.save_model(str(staged))
+    if attached.segment is not None:
+        publish_message(staged / "best.json", BestEvaluation(step=attached.step, eval_loss=eval_loss))
+    _publish(attached, staged, run.best)
+
+
+def _staged(attached: Attached, name: str) -> Path:
+    start = attached.context.start
+    return attached.context.run.staging / f"a{start.attempt}-r{start.restart}-{name}"
+
+
+def _publish(attached: Attached, staged: Path, place: Path) -> None:
+    def publish() -> None:
+        assert attached.files is not None
+        make_durable(staged)
+        attached.files.check()
+        former = staged.with_name(f"{staged.name}-former")
+        with ExitStack() as afterwards:
+            afterwards.callback(shutil.rmtree, former, ignore_errors=True)
+            publish_folder(staged, place, lambda: former)
+
+    world.from_rank_zero(publish)

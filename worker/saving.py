@@ -1,0 +1,118 @@
+"""A save: the Trainer writes its own files, ours go beside them, and the whole appears with one rename."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from worker import world
+from worker.attached import Attached, versions
+from worker.beginning import next_samples
+from worker.checkpoints import (
+    DETECTOR,
+    EMA,
+    PROOF,
+    Proof,
+    bad_checkpoint_place,
+    file_entries,
+    make_durable,
+    publish_folder,
+    retire,
+)
+from worker.contract.config import config_digest
+from worker.contract.directive import scale_at
+from worker.contract.files import encode, publish_message
+from worker.contract.manifest import MANIFEST, Manifest
+from worker.contract.run_dir import checkpoint_name, checkpoint_step
+from worker.probe import probe_loss, weights_are_finite
+from worker.randomness import random_digest
+from worker.resume import optimizer_steps, platform_of
+from worker.wrap import replaced
+
+
+def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any) -> None:
+    """In place of the Trainer's ``_save_checkpoint``: the same files, whole, with ours, and with our retention.
+
+    Every rank calls it at the same step and returns when the checkpoint is published. FencedError, and nothing
+    published, where the run is somebody else's by then.
+    """
+    began = time.monotonic()
+    trainer, context = attached.trainer, attached.context
+    step = trainer.state.global_step
+    attached.heart.beat("saving", step)
+    staged = context.run.staged(context.start.attempt, context.start.restart, step)
+    folder = staged / checkpoint_name(step)
+    probe = probe_loss(trainer)
+    rng_digests = tuple(world.of_all_ranks(random_digest()))
+    with replaced(trainer, "_get_output_dir", lambda trial: str(staged)):
+        original(model, trial)
+    if attached.segment is not None:
+        _write_ours(attached, folder, rng_digests)
+    make_durable(folder)
+    world.barrier()
+    world.from_rank_zero(lambda: _publish(attached, staged, probe))
+    attached.saved_step = step
+    if attached.segment is not None:
+        attached.segment.note(save_s=time.monotonic() - began)
+    attached.heart.beat("training", step)
+
+
+def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) -> None:
+    """Average, detector, proof, and the history byte for byte."""
+    assert attached.segment is not None
+    if attached.average is not None:
+        attached.average.save(folder / EMA)
+    (folder / DETECTOR).write_text(encode(attached.detector.state()) + "\n", encoding="utf-8")
+    proof = Proof(
+        rng_digests=rng_digests,
+        next_samples=next_samples(attached, attached.trainer.state.global_step),
+        ema_digest=attached.average.digest() if attached.average else None,
+        platform=platform_of(attached.trainer.args.device),
+    )
+    publish_message(folder / PROOF, proof)
+    shutil.copyfile(attached.context.run.history, folder / "loss_history.json")
+
+
+def _manifest(attached: Attached, folder: Path, probe: float | None) -> Manifest:
+    assert attached.segment is not None
+    trainer, context = attached.trainer, attached.context
+    step = trainer.state.global_step
+    return Manifest(
+        step=step,
+        attempt=context.start.attempt,
+        segment=attached.segment.number,
+        time=time.time(),
+        epoch=float(trainer.state.epoch or 0.0),
+        batches_into_epoch=step % attached.order.num_batches,
+        samples_seen=step * attached.order.global_batch,
+        world_size=world.world_size(),
+        batch_size=trainer.args.train_batch_size,
+        gradient_accumulation=trainer.args.gradient_accumulation_steps,
+        max_steps=trainer.args.max_steps,
+        seed=trainer.args.seed,
+        config_digest=config_digest(context.config),
+        data_digest=context.data_digest,
+        lr_scale=scale_at(context.directive, step),
+        skip_batches=context.directive.skip_batches,
+        weights_finite=weights_are_finite(trainer.model),
+        probe_loss=probe,
+        optimizer_steps=optimizer_steps(trainer.optimizer, int(trainer.lr_scheduler.last_epoch)),
+        versions=versions(),
+        files=file_entries(folder),
+    )
+
+
+def _publish(attached: Attached, staged: Path, probe: float | None) -> None:
+    """Write the manifest, rename the checkpoint into its place while the claim stands, let the old ones go."""
+    assert attached.segment is not None
+    assert attached.files is not None
+    run, start, step = attached.context.run, attached.context.start, attached.trainer.state.global_step
+    folder = staged / checkpoint_name(step)
+    publish_message(folder / MANIFEST, _manifest(attached, folder, probe))
+    attached.files.check()
+    publish_folder(folder, run.checkpoint(step), lambda: bad_checkpoint_place(run, start.attempt, step))
+    staged.rmdir()
+    directive = attached.files.directive
+    named = checkpoint_step(directive.resume_from) if directive.resume_from else None
+    wanted = {*directive.pinned, *([] if named is None else [named])}
+    retire(run, start.attempt, start.restart, attached.context.config.checkpoint, attached.segment.branch(), wanted)

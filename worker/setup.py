@@ -1,0 +1,117 @@
+"""The Trainer of a configuration: model, data, optimizer, schedule and arguments, nothing attached yet."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+
+from worker import world
+from worker.contract.config import Config
+from worker.contract.owned_fields import refused_fields
+from worker.contract.run_dir import RunDir
+from worker.data import TrainingData, build_data
+from worker.leaving import RefusedError
+from worker.models import build_model, build_tokenizer
+from worker.optimizers import build_optimizer, build_schedule
+from worker.order import batches_an_epoch
+
+
+def build_trainer(run: RunDir, config: Config, base: Path) -> tuple[Trainer, TrainingData]:
+    """A Trainer that has everything to train ``config``; relative data paths are taken from ``base``."""
+    tokenizer = build_tokenizer(config, base)
+    data = build_data(config, tokenizer, base)
+    model = build_model(config, tokenizer, base)
+    args = training_arguments(run, config, max_steps_of(config, data))
+    trainer = Trainer(
+        model=model,
+        args=args,
+        data_collator=data.collator,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+    )
+    _refuse_a_silent_fallback(trainer)
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    _build_when_asked(trainer, config)
+    return trainer, data
+
+
+def _build_when_asked(trainer: Trainer, config: Config) -> None:
+    """Have the Trainer use our optimizer and schedule at the moment when it would create its own.
+
+    That moment comes after the model was placed, sharded or wrapped.
+    """
+
+    def create_optimizer(model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        if trainer.optimizer is None:
+            trainer.optimizer = build_optimizer(model or trainer.model, config.training)
+        return trainer.optimizer
+
+    def create_scheduler(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        if trainer.lr_scheduler is None:
+            inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            trainer.lr_scheduler = build_schedule(inner, config.training.schedule, num_training_steps)
+        return trainer.lr_scheduler
+
+    setattr(trainer, "create_optimizer", create_optimizer)  # noqa: B010 (a method of one instance)
+    setattr(trainer, "create_scheduler", create_scheduler)  # noqa: B010
+
+
+def max_steps_of(config: Config, data: TrainingData) -> int:
+    """The optimizer steps of the run: as configured, or the epochs in steps of the global batch."""
+    training = config.training
+    if training.max_steps is not None:
+        return training.max_steps
+    if training.epochs is None:
+        raise RefusedError("config.yaml: training: give max_steps or epochs", what="max_steps")
+    samples: Any = data.train
+    global_batch = training.batch_size * training.gradient_accumulation * world.world_size()
+    return max(1, round(training.epochs * batches_an_epoch(len(samples), global_batch)))
+
+
+def training_arguments(run: RunDir, config: Config, max_steps: int) -> TrainingArguments:
+    """TrainingArguments from the configuration; RefusedError, by name, for a field that is not the person's to set."""
+    training = config.training
+    for name, instead in refused_fields(training.extra):
+        raise RefusedError(f"config.yaml: training.extra.{name}: is not set here: {instead}", what=name)
+    fields: dict[str, Any] = {
+        "output_dir": str(run.checkpoints),
+        "run_name": config.run.name,
+        "seed": config.run.seed,
+        "max_steps": max_steps,
+        "per_device_train_batch_size": training.batch_size,
+        "per_device_eval_batch_size": training.batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation,
+        "learning_rate": training.optimizer.learning_rate,
+        "max_grad_norm": training.max_grad_norm or 0.0,
+        "bf16": training.precision == "bf16",
+        "fp16": training.precision == "fp16",
+        "activation_checkpointing": training.activation_checkpointing,
+        "logging_strategy": "steps",
+        "logging_steps": training.log_every,
+        "logging_nan_inf_filter": False,
+        "disable_tqdm": True,
+        "report_to": list(training.report_to),
+        "eval_strategy": "steps" if training.eval_every else "no",
+        "eval_steps": training.eval_every,
+        "save_strategy": "steps",
+        "save_steps": config.checkpoint.every_steps,
+        "train_sampling_strategy": "random" if config.data.shuffle else "sequential",
+        "dataloader_num_workers": config.data.workers,
+        "remove_unused_columns": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    try:
+        return TrainingArguments(**{**fields, **training.extra})
+    except (TypeError, ValueError, ImportError) as error:
+        raise RefusedError(f"config.yaml: training: {' '.join(str(error).split())}") from error
+
+
+def _refuse_a_silent_fallback(trainer: Trainer) -> None:
+    """On a CPU the Trainer takes FSDP for plain DDP without a word."""
+    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+        raise RefusedError("config.yaml: training.extra.fsdp: was asked for and is not in force on this machine")

@@ -1,0 +1,130 @@
+"""What one optimizer step was like, measured on a Trainer instance without waiting for its device."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerState
+
+from worker import world
+from worker.guard import innermost, withhold
+from worker.interrupts import Ask
+from worker.wrap import wrap
+
+
+class Later:
+    """Numbers that are on their way from a device; ``read`` waits for them and for nothing that was asked later."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+        self._arrived: torch.cuda.Event | None = None
+        if rows.device.type == "cuda":
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._rows.copy_(rows, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[list[float]]:
+        """The numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: list[list[float]] = self._rows.tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One finished step. ``rows`` holds every rank's loss, gradient norm and ask."""
+
+    step: int
+    epoch: float
+    rows: Later
+    rate: float
+    knows_norm: bool
+    scaler_skipped: bool
+    loss_scale: float | None
+    step_s: float
+    data_wait_s: float
+    tokens_per_s: float
+
+
+class StepTap:
+    """Measures every optimizer step of one Trainer.
+
+    The step's loss is the sum of what ``training_step`` returns over its micro-steps: detached, normalised, and not
+    what the log shows, which averages several steps and may filter. The norm is that of the unclipped gradient.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | float | None = None
+        self._rate = 0.0
+        self._tokens = 0
+        self._began = self._got_data = time.monotonic()
+        wrap(trainer, "training_step", self._add_loss)
+        wrap(trainer, "_get_grad_norm", self._keep_norm)
+        wrap(trainer, "get_batch_samples", self._time_data)
+
+    def _add_loss(self, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = original(*args, **kwargs)
+        self._loss = loss if self._loss is None else self._loss + loss
+        return loss
+
+    def _keep_norm(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._norm = original(*args, **kwargs)
+        return self._norm
+
+    def _time_data(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._began = time.monotonic()
+        batches, num_items = original(*args, **kwargs)
+        self._got_data = time.monotonic()
+        self._tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
+        return batches, num_items
+
+    def before_update(self) -> None:
+        """Note the rate of the coming update, and withhold it where its gradient is not finite.
+
+        Under fp16 the scaler does that.
+        """
+        optimizer = self._trainer.optimizer
+        self._rate = float(innermost(optimizer).param_groups[0]["lr"])
+        if self._scaler is None and self._norm is not None:
+            withhold(optimizer, self._norm)
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self._trainer.accelerator, "scaler", None)
+
+    def take(self, state: TrainerState, ask: Ask) -> Measured:
+        """The step that just ended; the next one is measured from here."""
+        seconds = time.monotonic() - self._began
+        scaler = self._scaler
+        measured = Measured(
+            step=state.global_step,
+            epoch=float(state.epoch or 0.0),
+            rows=Later(world.rows_of_all_ranks(self._row(ask))),
+            rate=self._rate,
+            knows_norm=self._norm is not None,
+            scaler_skipped=scaler is not None and self._trainer.accelerator.optimizer_step_was_skipped,
+            loss_scale=None if scaler is None else float(scaler.get_scale()),
+            step_s=seconds,
+            data_wait_s=self._got_data - self._began,
+            tokens_per_s=self._tokens * world.world_size() / max(seconds, 1e-9),
+        )
+        self._loss = self._norm = None
+        return measured
+
+    def _row(self, ask: Ask) -> torch.Tensor:
+        device = self._trainer.args.device
+        numbers = (self._loss, self._norm, float(ask))
+        return torch.stack([_on_device(number, device) for number in numbers])
+
+
+def _on_device(number: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:
+    """A scalar on the device; filled there, not copied, where it is a plain number. What is not known is NaN."""
+    if isinstance(number, torch.Tensor):
+        whole = number.full_tensor() if hasattr(number, "full_tensor") else number
+        return whole.detach().float().reshape(()).to(device)
+    return torch.full((), float("nan") if number is None else number, dtype=torch.float32, device=device)

@@ -1,0 +1,172 @@
+"""The trainer: one rank's training process, ``python -m worker.train RUN_DIR START``.
+
+Builds what the configuration says, begins where the directive says, and ends with the exit code of its outcome.
+Whatever ends it, what it knows of that lies in rank-N.error.json before it goes.
+"""
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import transformers
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from worker import world
+from worker.attach import attach
+from worker.attached import Attached, Context
+from worker.contract import config as configuration
+from worker.contract.claim import FencedError, check_claim
+from worker.contract.directive import Directive, read_directive
+from worker.contract.exit_report import EXIT_CODE_OF_OUTCOME, Outcome, TrainerError
+from worker.contract.files import UnusableFileError, publish_message
+from worker.contract.run_dir import RunDir
+from worker.documents import DataError
+from worker.ema import EmaError
+from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of
+from worker.models import ModelError
+from worker.publish import publish_final
+from worker.pulse import Heart
+from worker.resume import Chosen, choose
+from worker.setup import build_trainer
+from worker.start import Start
+
+_BAD_INPUT = (DataError, EmaError, ModelError, UnusableFileError)
+_CRASHED = 1
+_log = logging.getLogger("worker")
+
+
+@dataclass
+class Progress:
+    """What an exit report wants to know, however training ends."""
+
+    attached: Attached | None = None
+
+
+def main() -> NoReturn:
+    """Train, then leave with the exit code of the outcome; nothing lingers behind."""
+    run, start = RunDir(Path(sys.argv[1])), Start.model_validate_json(sys.argv[2])
+    run.restart(start.attempt, start.restart).mkdir(parents=True, exist_ok=True)
+    _dump_stacks_on_request(run.stacks(start.attempt, start.restart, start.rank))
+    progress = Progress()
+    try:
+        train(run, start, progress)
+        code = EXIT_CODE_OF_OUTCOME[Outcome.DONE]
+    except BaseException as error:  # noqa: BLE001 (whatever ends a trainer is reported, and ends it)
+        code = exit_code_of(error)
+        _report(run, start, progress, error)
+    leave(code)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that says what an exception means."""
+    if isinstance(error, LeavingError):
+        return EXIT_CODE_OF_OUTCOME[error.outcome]
+    if isinstance(error, FencedError):
+        return EXIT_CODE_OF_OUTCOME[Outcome.FENCED]
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        return EXIT_CODE_OF_OUTCOME[Outcome.OUT_OF_MEMORY]
+    return EXIT_CODE_OF_OUTCOME[Outcome.REFUSED] if isinstance(error, _BAD_INPUT) else _CRASHED
+
+
+def _report(run: RunDir, start: Start, progress: Progress, error: BaseException) -> None:
+    attached = progress.attached
+    known = TrainerError(
+        segment=attached.segment.number if attached and attached.segment else None,
+        step=attached.step if attached else None,
+        saved_step=attached.saved_step if attached else None,
+        error=detail_of(error),
+    )
+    publish_message(run.error(start.attempt, start.restart, start.rank), known)
+    _log.error("%s: %s", type(error).__name__, error, exc_info=exit_code_of(error) == _CRASHED)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit at once: data workers are killed, and no library's thread or handler holds the process."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _dump_stacks_on_request(path: Path) -> None:
+    """SIGUSR1 writes the stacks of all threads, also while Python itself hangs."""
+    faulthandler.register(signal.SIGUSR1, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
+
+
+def train(run: RunDir, start: Start, progress: Progress) -> None:
+    """Train one rank to the last step and publish ``final/``; raises what ends it earlier."""
+    config = configuration.read(run.config)
+    _log_to(run.train_log if start.rank == 0 else None)
+    Heart(run.pulse(start.attempt, start.restart, start.rank)).beat("starting", 0)
+    _set_threads(start, config)
+    world.join_world(run, start, os.environ)
+    directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
+    _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
+    trainer, data = build_trainer(run, config, Path.cwd())
+    context = Context(run, start, directive, config, data.digest, chosen)
+    progress.attached = attached = attach(trainer, context)
+    trainer.add_callback(LogLines())
+    try:
+        trainer.train(resume_from_checkpoint=str(chosen.folder) if chosen else None)
+    except AlreadyTrainedError:
+        _log.info("%s is the last step's: only final/ is missing", chosen.folder.name if chosen else "this")
+    publish_final(attached)
+
+
+def _where_to_begin(run: RunDir, start: Start) -> tuple[Directive, Chosen | None]:
+    """The directive of this attempt and the checkpoint that it begins from; FencedError where another one is on."""
+    directive = read_directive(run.directive)
+    if directive is None:
+        raise RefusedError(f"{run.directive} is missing: nobody said where to begin")
+    if directive.attempt != start.attempt:
+        raise FencedError(f"attempt {directive.attempt} is under way, and this is {start.attempt}")
+    check_claim(run.claim(start.attempt), start.job_id, start.restart)
+    return directive, choose(run, start.attempt, directive.resume_from, sizes_only=start.same_allocation)
+
+
+def _set_threads(start: Start, config: configuration.Config) -> None:
+    """Several ranks on a host share its cores as they were asked for; OMP_NUM_THREADS beats that."""
+    if start.world > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(config.cluster.cpus_per_task)  # accelerate would warn, and guess
+        torch.set_num_threads(config.cluster.cpus_per_task)
+
+
+def _log_to(path: Path | None) -> None:
+    """Log lines to stderr, and rank 0's to logs/train.log too."""
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, format="%(asctime)s %(message)s", force=True)
+    _log.setLevel(logging.INFO if path is not None else logging.WARNING)
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+class LogLines(TrainerCallback):
+    """A line for a person whenever the Trainer logs."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if state.is_world_process_zero and logs:
+            said = " ".join(f"{name} {value:.6g}" for name, value in logs.items() if isinstance(value, float))
+            _log.info("step %d/%d %s", state.global_step, state.max_steps, said)
+
+
+if __name__ == "__main__":
+    main()
