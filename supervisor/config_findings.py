@@ -115,7 +115,8 @@ def _problem(place: tuple[str | int, ...], errors: Sequence[ErrorDetails]) -> Pr
     if kind == "extra_forbidden":
         return _unknown_key(keys)
     if kind == "missing" and first["loc"][-1] == place[-1]:
-        return Problem(keys, "it is missing", f"write it, or give --set {'.'.join(keys)}=VALUE", is_missing=True)
+        mend = "write its keys" if _section(keys) else f"write it, or give --set {'.'.join(keys)}=VALUE"
+        return Problem(keys, "it is missing", mend, is_missing=True)
     if kind in ("missing", "too_long"):
         return Problem(keys, "a wrong number of values", f"write as many as in {_default(keys)}")
     if kind == "literal_error":
