@@ -227,9 +227,7 @@ class Detector:
 
 
 def median(values: Iterable[float]) -> float:
-    """The median of one finite value or more; halves before it adds, so that it is finite too."""
+    """The median of one finite value or more, finite too: halves are added, because a sum may overflow."""
     ordered = sorted(values)
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return ordered[middle]
-    return ordered[middle - 1] / 2 + ordered[middle] / 2
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return low if low == high else low / 2 + high / 2

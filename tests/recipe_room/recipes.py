@@ -1,0 +1,28 @@
+"""Configurations and tiny models that the tests of this room share."""
+
+from typing import Any
+
+from worker.contract.config import Config
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
+def configured(
+    model: dict[str, Any] | None = None, data: dict[str, Any] | None = None, training: dict[str, Any] | None = None
+) -> Config:
+    """A config with the given keys, as it would be read from a file."""
+    return Config.model_validate(
+        {
+            "run": {"name": "recipe"},
+            "model": model or {"config": LLAMA},
+            "data": {"train": "stdlib", "tokenizer": "bytes", **(data or {})},
+            "training": {"optimizer": {"learning_rate": 1e-3}, **(training or {})},
+        }
+    )
