@@ -1,4 +1,4 @@
-"""Whether this machine is fit to supervise and to train: packages, the disk of the runs, Slurm. Imports none of them."""
+"""Whether this machine is fit to supervise and train: packages, the disk of the runs, Slurm. Imports none of them."""
 
 import fcntl
 import importlib.metadata
