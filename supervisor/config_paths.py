@@ -31,22 +31,26 @@ def missing_paths(config: Config) -> Iterator[Problem]:
     """Files and folders that ``config`` names and that are not there. A hub name cannot be told from here."""
     if not config.run.dir:
         yield Problem(("run", "dir"), "it is empty", "name the folder that holds the runs")
-    for key, entries in (("train", config.data.train), ("eval", config.data.eval)):
-        place = ("data", key)
-        if entries is not None and not entries:
-            yield Problem(place, "it is empty", "name a file, a glob, a folder, or stdlib")
-        for entry in (entries,) if isinstance(entries, str) else entries or ():
-            if entry != STDLIB and not _matches(entry):
-                mend = f"name a file, a glob or a folder, seen from {Path.cwd()}, or stdlib"
-                yield Problem(place, f"no file matches {entry!r}", mend)
+    yield from _missing_data("train", config.data.train)
+    yield from _missing_data("eval", config.data.eval)
     yield from _missing_folder(("model", "path"), config.model.path)
     if config.data.tokenizer != BYTES:
         yield from _missing_folder(("data", "tokenizer"), config.data.tokenizer)
 
 
+def _missing_data(key: str, entries: str | tuple[str, ...] | None) -> Iterator[Problem]:
+    mend = f"name a file, a glob or a folder, seen from {Path.cwd()}, or stdlib"
+    named = (entries,) if isinstance(entries, str) else entries
+    if named is not None and not (named and all(named)):
+        yield Problem(("data", key), "it is empty", mend)
+    for entry in filter(None, named or ()):
+        if entry != STDLIB and not _matches(entry):
+            yield Problem(("data", key), f"no file matches {entry!r}", mend)
+
+
 def _missing_folder(place: Place, name: str | None) -> Iterator[Problem]:
     """Complain where ``name`` can only be a folder: hub names have one slash at most and no path's beginning."""
-    if name is None or Path(_absolute(name)).is_dir():
+    if name is None or (name and Path(_absolute(name)).is_dir()):
         return
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
         yield Problem(place, f"there is no folder {name!r}", f"name one, seen from {Path.cwd()}, or a hub name")
@@ -54,9 +58,9 @@ def _missing_folder(place: Place, name: str | None) -> Iterator[Problem]:
 
 def _matches(entry: str) -> bool:
     """Whether the worker would find a file behind ``entry``: a file, in a folder, or through a glob."""
-    path = Path(_absolute(entry)) if entry else None
-    if path is None or path.is_file():
-        return path is not None
+    path = Path(_absolute(entry))
+    if path.is_file():
+        return True
     if path.is_dir():
         return any(_seen(Path(at), names) for at, names in _visible(path))
     return any(Path(name).is_file() for name in glob.iglob(_absolute_pattern(entry), recursive=True))  # noqa: PTH207

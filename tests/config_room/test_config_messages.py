@@ -1,0 +1,160 @@
+"""Each wrong setting, and the line that a person gets for it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from supervisor.config import Finding, load_config
+
+Findings = Callable[..., tuple[Finding, ...]]
+
+LINES = [
+    (
+        'training.optimizer.learning_rate="5e-5"',
+        "training.optimizer.learning_rate: '5e-5' is text, a number is wanted; write it without quotes",
+    ),
+    (
+        'training.max_grad_norm="1.0"',
+        "training.max_grad_norm: '1.0' is text, a number is wanted; write it without quotes",
+    ),
+    ('data.pack="false"', "data.pack: 'false' is text, true or false is wanted; write it without quotes"),
+    ("data.pack=no", "data.pack: 'no' is text, true or false is wanted; write true or false"),
+    ("data.pack=0", "data.pack: 0 is a number, true or false is wanted; write true or false"),
+    ('training.extra.bf16="false"', "training.extra.bf16: it is not set here; set training.precision"),
+    ("spike.windw=50", "spike.windw: there is no such key; did you mean window?"),
+    ("trainning.epochs=1", "trainning: there is no such key; did you mean training?"),
+    (
+        "training.learning_rate=1",
+        "training.learning_rate: there is no such key; did you mean training.optimizer.learning_rate?",
+    ),
+    (
+        "training.per_device_train_batch_size=1",
+        "training.per_device_train_batch_size: there is no such key; set training.batch_size",
+    ),
+    (
+        "training.tf32=true",
+        "training.tf32: there is no such key; a field of transformers.TrainingArguments goes below training.extra",
+    ),
+    ("ema.zzz=1", "ema.zzz: there is no such key; known here are decay, every"),
+    ("training.max_steps=5e2", "training.max_steps: 500.0 is a number, a whole number is wanted; write 500"),
+    (
+        "training.max_steps=true",
+        "training.max_steps: true is a truth value, a whole number is wanted; write a whole number",
+    ),
+    ("training.max_steps=0", "training.max_steps: 0 is out of range; write a number of at least 1"),
+    ("training.schedule.floor=1.5", "training.schedule.floor: 1.5 is out of range; write a number of at most 1"),
+    ("spike.ratio=1.0", "spike.ratio: 1.0 is out of range; write a number above 1"),
+    ("ema.decay=1", "ema.decay: 1 is out of range; write a number below 1"),
+    ("spike.ratio=.nan", "spike.ratio: nan is not finite; write a finite number"),
+    ("spike.ratio=.inf", "spike.ratio: inf is not finite; write a finite number"),
+    (
+        "training.optimizer.name=adamx",
+        "training.optimizer.name: 'adamx' is none of 'adamw', 'adam' or 'sgd'; write adam",
+    ),
+    (
+        "training.precision=8bit",
+        "training.precision: '8bit' is none of 'bf16', 'fp16' or 'fp32'; choose one of these",
+    ),
+    (
+        "training.optimizer.betas=[0.9]",
+        "training.optimizer.betas: a wrong number of values; write as many as in [0.9, 0.95]",
+    ),
+    (
+        "training.optimizer.betas=[0.9, 0.9, 0.9]",
+        "training.optimizer.betas: a wrong number of values; write as many as in [0.9, 0.95]",
+    ),
+    ("run.name=2024", 'run.name: 2024 is a number, text is wanted; write "2024", in quotes'),
+    ("cluster.time_limit=60", 'cluster.time_limit: 60 is a number, text is wanted; write "60", in quotes'),
+    ("cluster.mem=true", 'cluster.mem: true is a truth value, text is wanted; write "true", in quotes'),
+    (
+        "cluster.setup=module load cuda",
+        "cluster.setup: 'module load cuda' is text, a list is wanted; write [module load cuda]",
+    ),
+    ("cluster.setup=[1]", 'cluster.setup.0: 1 is a number, text is wanted; write "1", in quotes'),
+    ("data.train=5", 'data.train: 5 is a number, text or a list is wanted; write "5", in quotes'),
+    ("data.train=[words.txt, 5]", 'data.train.1: 5 is a number, text is wanted; write "5", in quotes'),
+    ("spike=null", "spike: it is empty, keys below it are wanted; give it a value, or remove the line"),
+    ("spike=[1]", "spike: [1] is a list, keys below it are wanted; write keys below it"),
+    ("run.name=null", "run.name: it is empty, text is wanted; give it a value, or remove the line"),
+    ("run={}", "run.name: it is missing; write it, or give --set run.name=VALUE"),
+]
+
+
+@pytest.mark.parametrize(("override", "line"), LINES, ids=[override for override, _ in LINES])
+def test_the_line_for_a_wrong_setting(findings: Findings, override: str, line: str) -> None:
+    (found,) = findings(override)
+    where = found.file
+    assert where == ("small.yaml" if "is missing" in line else "--set")
+    assert str(found) == f"{where}: {line}"
+
+
+def test_several_errors_are_several_lines(findings: Findings) -> None:
+    found = findings("spike.windw=50", 'spike.ratio="2"', "training.max_steps=0")
+    assert [one.key for one in found] == ["training.max_steps", "spike.ratio", "spike.windw"]
+
+
+CONTRADICTIONS = [
+    (["run.name=a/b"], "run.name"),
+    (["run.name=../x"], "run.name"),
+    (["run.name=''"], "run.name"),
+    (["run.name='a b'"], "run.name"),
+    (["model.path=gpt2"], "model.config"),
+    (["model.config=null"], "model"),
+    (["model.config={hidden_size: 8}"], "model.config"),
+    (["data.tokenizer=null"], "model.config"),
+    (["training.epochs=1"], "training.max_steps"),
+    (["training.max_steps=null"], "training"),
+    (["training.schedule.warmup=11"], "training.schedule.warmup"),
+    (["training.eval_every=5"], "training.eval_every"),
+    (["data.eval=words.txt"], "data.eval"),
+    (["recovery.spike.ramp_steps=5"], "recovery.spike.ramp_steps"),
+    (["model.dtype=bfloat16"], "model.dtype"),
+    (["model.dtype=float16", "training.pure_bf16=true"], "model.dtype"),
+    (["spike.warmup=51"], "spike.warmup"),
+    (["training.extra.output_dir=x"], "training.extra.output_dir"),
+    (["training.extra={save_steps: 3}"], "training.extra.save_steps"),
+    (["cluster.nodes=2"], "cluster.nodes"),
+    (["cluster.time_limit=soon"], "cluster.time_limit"),
+    (["cluster.time_limit=''"], "cluster.time_limit"),
+    (["cluster.time_limit=INVALID"], "cluster.time_limit"),
+    (["cluster.time_limit='0'"], "cluster.time_limit"),
+    (["supervisor.time_limit=1d"], "supervisor.time_limit"),
+    (["cluster.sbatch.requeue=true"], "cluster.sbatch.requeue"),
+    (["cluster.sbatch.time='60'"], "cluster.sbatch.time"),
+    (["cluster.sbatch.partition=x"], "cluster.sbatch.partition"),
+    (["cluster.sbatch={--exclusive: true}"], "cluster"),
+    (["cluster.environment={A B: x}"], "cluster"),
+    (['cluster.partition="a\\nb"'], "cluster"),
+    (['supervisor.partition="a\\nb"'], "supervisor"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key"), CONTRADICTIONS, ids=[" ".join(given) for given, _ in CONTRADICTIONS])
+def test_settings_that_contradict_each_other(findings: Findings, overrides: list[str], key: str) -> None:
+    (found,) = findings(*overrides)
+    assert found.key == key
+    assert found.message
+    assert found.mend
+    assert len(str(found).splitlines()) == 1
+
+
+FINE = [
+    ["model.config=null", "model.path=gpt2", "data.tokenizer=null"],
+    ["training.max_steps=null", "training.epochs=0.5"],
+    ["training.eval_every=5", "data.eval=words.txt"],
+    ["recovery.spike.ramp_steps=5", "recovery.spike.hold_steps=0"],
+    ["model.dtype=bfloat16", "training.pure_bf16=true"],
+    ["spike.warmup=50"],
+    ["training.extra={torch_compile: true, fsdp: full_shard}"],
+    ["cluster.kind=slurm", "cluster.nodes=2"],
+    ["cluster.time_limit=1-00:00:00", "supervisor.time_limit='30'"],
+    ["cluster.time_limit=UNLIMITED"],
+    ["cluster.time_limit=04:00:00"],
+    ["cluster.sbatch={exclusive: true, mail-user: me, switches: 1}"],
+]
+
+
+@pytest.mark.parametrize("overrides", FINE, ids=map(" ".join, FINE))
+def test_settings_that_go_together(folder: Path, overrides: list[str]) -> None:
+    load_config(Path("small.yaml"), overrides)
