@@ -30,7 +30,7 @@ def read_claim(path: Path) -> Claim | None:
 def take_claim(path: Path, claim: Claim) -> Claim | None:
     """Claim an attempt, or take it over from the same job with a lower restart; the claim that stood before.
 
-    FencedError where the claim is another job's, or a newer restart's.
+    FencedError where the claim is another job's, a newer restart's, or another process's of the same restart.
     """
     if _create(path, claim):
         return None
@@ -41,8 +41,14 @@ def take_claim(path: Path, claim: Claim) -> Claim | None:
         raise FencedError(f"job {before.job_id} holds this attempt")
     if before.restart > claim.restart:
         raise FencedError(f"restart {before.restart} of this job holds this attempt")
+    if before.restart == claim.restart and _process_of(before) != _process_of(claim):
+        raise FencedError(f"process {before.pid} on {before.host} holds this attempt for the same restart")
     publish_message(path, claim)
     return before
+
+
+def _process_of(claim: Claim) -> tuple[str, int, int]:
+    return claim.host, claim.pid, claim.started_ticks
 
 
 def _create(path: Path, claim: Claim) -> bool:

@@ -5,6 +5,8 @@ same at the first step and at the millionth.  A cut at any byte leaves every who
 the tail when it opens.  Records of an abandoned branch stay: ``surviving`` tells which ones count.
 """
 
+import errno
+import json
 import math
 import os
 import time
@@ -237,13 +239,20 @@ class HistoryWriter:
             raise FencedError(f"{self.path} changed under its writer")
         separator = b"\n" if self.last is None else b",\n"
         line = separator + encode(_as_json(new)).encode("ascii")
-        data = line + _TAIL
-        if os.pwrite(self._descriptor, data, self._end) != len(data):
-            raise OSError(f"{self.path}: the disk took only part of a record")
+        self._write(line + _TAIL)
         self._end += len(line)
         self.last = new
         if new.verdict != "ok" or new.start is not None or time.monotonic() - self._synced_at > _SYNC_EVERY_S:
             self.sync()
+
+    def _write(self, data: bytes) -> None:
+        """Put ``data`` over the closing bracket; on a full disk the file stays as it was and OSError is raised."""
+        try:
+            if os.pwrite(self._descriptor, data, self._end) != len(data):
+                raise OSError(errno.ENOSPC, "the disk took only part of a record", str(self.path))
+        except OSError:
+            _close_array(self._descriptor, self._end)
+            raise
 
     def sync(self) -> None:
         """Make all records durable and visible to other hosts."""
@@ -275,14 +284,29 @@ def _mend(path: Path, descriptor: int) -> tuple[int, Record | None]:
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if data and data[:1] not in (_HEAD, b"\0"):
         raise UnusableFileError(path, "is not a loss history (it does not begin with '[')")
-    end, last = _last_whole(path, data)
+    written = data.split(b"\0", 1)[0]  # a host that crashes may leave zeros where a block should be, also midway
+    end, last = _last_whole(path, written)
+    if last is None and _holds_something(written):
+        raise UnusableFileError(path, "was rewritten by another program (it has not one record a line)")
     if data[:1] != _HEAD:
         os.pwrite(descriptor, _HEAD, 0)
     if data[end:] != _TAIL:
-        os.ftruncate(descriptor, end)
-        os.pwrite(descriptor, _TAIL, end)
+        _close_array(descriptor, end)
     os.fsync(descriptor)
     return end, last
+
+
+def _close_array(descriptor: int, end: int) -> None:
+    os.ftruncate(descriptor, end)
+    os.pwrite(descriptor, _TAIL, end)
+
+
+def _holds_something(data: bytes) -> bool:
+    """Whether this is a whole JSON document that is not empty: not ours to cut."""
+    try:
+        return bool(json.loads(data))
+    except ValueError:
+        return False
 
 
 def _last_whole(path: Path, data: bytes) -> tuple[int, Record | None]:

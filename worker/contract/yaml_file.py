@@ -56,7 +56,7 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
+        key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise YamlError(f"line {key_node.start_mark.line + 1}: the key {key!r} is not text")
         if key in seen:
@@ -79,6 +79,10 @@ def parse_yaml(text: str) -> Any:
         raise YamlError(f"{where}{' '.join(str(error.problem).split())}") from None
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from None
+    except (ValueError, KeyError) as error:  # a tag that does not fit its value, an endless number
+        raise YamlError(f"a value is not what its tag or form says ({error})") from None
+    except RecursionError:
+        raise YamlError("it is nested too deeply") from None
 
 
 def read_yaml(path: Path) -> Any:
