@@ -142,7 +142,7 @@ def _last_of_tail(path: Path, descriptor: int, size: int) -> Record | None:
     length = 16_384
     while True:
         begin = max(0, size - length)
-        lines = os.pread(descriptor, size - begin, begin).split(b"\n")
+        lines = _before_zeros(os.pread(descriptor, size - begin, begin)).split(b"\n")
         for line in reversed(lines[1:]):  # the first line of a chunk may lack its beginning; of the file it is "["
             found = _parse(line, path)
             if found is not None:
@@ -150,6 +150,11 @@ def _last_of_tail(path: Path, descriptor: int, size: int) -> Record | None:
         if begin == 0:
             return None
         length *= 4
+
+
+def _before_zeros(data: bytes) -> bytes:
+    """What was really written: a host that crashes may leave zeros where a block should be, also midway."""
+    return data.split(b"\0", 1)[0]
 
 
 def _parse(line: bytes, path: Path) -> Record | None:
@@ -180,7 +185,7 @@ class HistoryReader:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     raise UnusableFileError(self.path, "became shorter than what was read before")
                 file.seek(self._offset)
-                data = file.read()
+                data = _before_zeros(file.read())
         except FileNotFoundError:
             return []
         return self._take(data)
@@ -284,7 +289,7 @@ def _mend(path: Path, descriptor: int) -> tuple[int, Record | None]:
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if data and data[:1] not in (_HEAD, b"\0"):
         raise UnusableFileError(path, "is not a loss history (it does not begin with '[')")
-    written = data.split(b"\0", 1)[0]  # a host that crashes may leave zeros where a block should be, also midway
+    written = _before_zeros(data)
     end, last = _last_whole(path, written)
     if last is None and _holds_something(written):
         raise UnusableFileError(path, "was rewritten by another program (it has not one record a line)")
