@@ -119,8 +119,10 @@ class StepsCallback(TrainerCallback):
         start = begin(attached, peaks)
         if attached.segment is not None:
             attached.segment.begin(start)
+            attached.segment.note(**evaluated_at(state))
         if state.global_step >= args.max_steps:
             raise AlreadyTrainedError
+        self._tap.begin()
         attached.heart.beat("training", state.global_step)
 
     def on_epoch_begin(
@@ -164,18 +166,20 @@ class StepsCallback(TrainerCallback):
             self._asked = max(self._asked, *(Ask(int(row[2])) for row in rows))
             if self._asked is Ask.FENCED:
                 raise FencedError("the run is somebody else's")
-            self._judge(measured, [row[0] for row in rows], rows[0][1] if measured.knows_norm else None)
+            self._judge(measured, rows)
 
-    def _judge(self, measured: Measured, losses: list[float], grad_norm: float | None) -> None:
-        loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else sum(losses)
+    def _judge(self, measured: Measured, rows: list[list[float]]) -> None:
+        losses = [row[0] for row in rows]
+        loss = sum(losses) / len(losses)
+        grad_norm = rows[0][1] if measured.knows_norm else None
         said = self._attached.detector.judge(measured.step, loss, grad_norm, scaler_skipped=measured.scaler_skipped)
-        self._record(measured, said, losses, loss=loss, grad_norm=grad_norm)
+        self._record(
+            measured, said, loss=loss, grad_norm=grad_norm, nonfinite_ranks=nonfinite_ranks(rows, measured.knows_norm)
+        )
         if said.verdict in ACTED:
             raise VerdictError(f"{said.verdict} at step {measured.step}", what=said.verdict)
 
-    def _record(
-        self, measured: Measured, said: Judgement, losses: list[float], *, loss: float, grad_norm: float | None
-    ) -> None:
+    def _record(self, measured: Measured, said: Judgement, **numbers: Any) -> None:
         attached = self._attached
         if attached.segment is None:
             return
@@ -183,8 +187,6 @@ class StepsCallback(TrainerCallback):
         attached.segment.append(
             step=measured.step,
             epoch=measured.epoch,
-            loss=loss,
-            grad_norm=grad_norm,
             lr=measured.rate,
             loss_scale=measured.loss_scale,
             peak_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
@@ -196,7 +198,7 @@ class StepsCallback(TrainerCallback):
             onset_step=said.onset_step,
             level=said.level,
             warnings=said.warnings or None,
-            nonfinite_ranks=nonfinite_ranks(losses, grad_norm),
+            **numbers,
         )
 
     def _obey(self, control: TrainerControl) -> None:
@@ -270,15 +272,17 @@ class StepsCallback(TrainerCallback):
         self._signals.restore()
 
 
-def nonfinite_ranks(losses: Sequence[float], grad_norm: float | None) -> tuple[int, ...] | None:
-    """The ranks whose own loss is not finite; None where none is, or where the gradient alone cannot tell.
+def evaluated_at(state: TrainerState) -> dict[str, float]:
+    """The evaluation after the very step that was resumed from; its place is the record after it."""
+    here = [one for one in state.log_history if one.get("step") == state.global_step and "eval_loss" in one]
+    return {"eval_loss": here[-1]["eval_loss"]} if here else {}
 
-    A gradient is reduced over the ranks before its norm is taken, so it points at a rank only where there is one.
-    """
-    found = tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
-    if not found and len(losses) == 1 and grad_norm is not None and not math.isfinite(grad_norm):
-        return (0,)
-    return found or None
+
+def nonfinite_ranks(rows: Sequence[Sequence[float]], knows_norm: bool) -> tuple[int, ...] | None:
+    """The ranks whose own loss or gradient is not finite; None where there is none, or where nothing tells whose."""
+    found = tuple(rank for rank, row in enumerate(rows) if not (math.isfinite(row[0]) and math.isfinite(row[3])))
+    is_alone = len(rows) == 1 and knows_norm and not math.isfinite(rows[0][1])
+    return (0,) if is_alone else found or None
 
 
 def _ignoring_signals(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ by time, and never takes what somebody may still want to go back to.
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -105,23 +105,23 @@ def bad_checkpoint_place(run: RunDir, attempt: int, step: int) -> Path:
 
 def kept_steps(
     rules: CheckpointConfig,
-    manifests: Sequence[Manifest],
+    manifests: Iterable[Manifest],
     branch: Iterable[Record],
     wanted: Collection[int],
 ) -> set[int]:
     """The steps whose checkpoints stay: the newest, the newest healthy, every n-th, and the ``wanted``.
 
+    The oldest one that may still prove healthy stays too: where ``healthy_after`` is longer than the ``keep`` newest
+    reach back, each would be gone before its time came, and the newest healthy one would never move on.
     ``branch`` may leave out ``ok`` records other than the last: they say nothing about health.
     """
-    steps = sorted(manifest.step for manifest in manifests)
     records = list(branch)
-    healthy = [
-        manifest.step
-        for manifest in sorted(manifests, key=lambda one: one.step)
-        if health(manifest, records, rules.healthy_after) is Health.HEALTHY
-    ]
-    nth = {step for step in steps if rules.keep_every and step % rules.keep_every == 0}
-    return {*steps[-rules.keep :], *healthy[-rules.keep_healthy :], *nth, *(set(wanted) & set(steps))}
+    graded = {one.step: health(one, records, rules.healthy_after) for one in manifests}
+    steps = sorted(graded)
+    healthy = [step for step in steps if graded[step] is Health.HEALTHY]
+    untested = [step for step in steps if graded[step] is Health.UNTESTED and step > max(healthy, default=-1)]
+    nth = [step for step in steps if rules.keep_every and step % rules.keep_every == 0]
+    return {*steps[-rules.keep :], *healthy[-rules.keep_healthy :], *untested[:1], *nth, *graded.keys() & set(wanted)}
 
 
 def retire(

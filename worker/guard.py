@@ -1,11 +1,16 @@
 """The guard: an update whose gradient is not finite is applied on no rank.
 
 The norm is that of the gradient after it was reduced over the ranks, so every rank comes to the same answer by itself.
+Whose gradient it was that was not finite is seen before the reduction.
 """
 
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
@@ -38,3 +43,24 @@ def _takes_found_inf(optimizer: Optimizer) -> bool:
 def _whole(norm: torch.Tensor) -> torch.Tensor:
     """The norm over all shards where the gradient is sharded."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class OwnGradient:
+    """This rank's own gradient of a step, as it is before DistributedDataParallel averages it over the ranks."""
+
+    def __init__(self) -> None:
+        self._largest: list[torch.Tensor] = []
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Look at every bucket of gradients on its way to the reduction; of any other model nothing is known."""
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, self._reduce)
+
+    def _reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self._largest.append(torch.linalg.vector_norm(bucket.buffer(), ord=math.inf))
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    def take(self) -> torch.Tensor | None:
+        """The largest magnitude since the last time: NaN or infinite where the gradient is; None if not watched."""
+        largest, self._largest = self._largest, []
+        return torch.stack(largest).sum() if largest else None

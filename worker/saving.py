@@ -48,7 +48,8 @@ def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any) -
         original(model, trial)
     if attached.segment is not None:
         _write_ours(attached, folder, rng_digests)
-    make_durable(folder)
+    world.barrier()
+    make_durable(folder)  # on every host: one's fsync does not flush what another wrote
     world.barrier()
     world.from_rank_zero(lambda: _publish(attached, staged, probe))
     attached.saved_step = step

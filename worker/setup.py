@@ -76,7 +76,7 @@ def training_arguments(run: RunDir, config: Config, max_steps: int) -> TrainingA
     """TrainingArguments from the configuration; RefusedError, by name, for a field that is not the person's to set."""
     training = config.training
     for name, instead in refused_fields(training.extra):
-        raise RefusedError(f"config.yaml: training.extra.{name}: is not set here: {instead}", what=name)
+        raise RefusedError(f"config.yaml: training.extra.{name}: {instead}", what=name)
     fields: dict[str, Any] = {
         "output_dir": str(run.checkpoints),
         "run_name": config.run.name,

@@ -8,7 +8,7 @@ import torch
 from transformers import Trainer, TrainerState
 
 from worker import world
-from worker.guard import innermost, withhold
+from worker.guard import OwnGradient, innermost, withhold
 from worker.interrupts import Ask
 from worker.wrap import wrap
 
@@ -35,7 +35,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Measured:
-    """One finished step. ``rows`` holds every rank's loss, gradient norm and ask."""
+    """One finished step. ``rows`` holds every rank's loss, gradient norm, ask and own largest gradient."""
 
     step: int
     epoch: float
@@ -60,12 +60,17 @@ class StepTap:
         self._trainer = trainer
         self._loss: torch.Tensor | None = None
         self._norm: torch.Tensor | float | None = None
+        self._own_gradient = OwnGradient()
         self._rate = 0.0
         self._tokens = 0
         self._began = self._got_data = time.monotonic()
         wrap(trainer, "training_step", self._add_loss)
         wrap(trainer, "_get_grad_norm", self._keep_norm)
         wrap(trainer, "get_batch_samples", self._time_data)
+
+    def begin(self) -> None:
+        """The Trainer is about to train the model that it has wrapped."""
+        self._own_gradient.watch(self._trainer.model_wrapped)
 
     def _add_loss(self, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = original(*args, **kwargs)
@@ -118,7 +123,8 @@ class StepTap:
 
     def _row(self, ask: Ask) -> torch.Tensor:
         device = self._trainer.args.device
-        numbers = (self._loss, self._norm, float(ask))
+        own_gradient = self._own_gradient.take()
+        numbers = (self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient)
         return torch.stack([_on_device(number, device) for number in numbers])
 
 

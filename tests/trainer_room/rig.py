@@ -1,24 +1,24 @@
-"""Real runs of the trainer: a run folder made by hand, one real process a rank, real signals."""
+"""Real runs of the trainer: a run folder made by hand, one real process a rank, real signals and faults."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import load_file
 
-from worker.contract import config as configuration
+from tests.waiting import eventually
 from worker.contract.claim import Claim, take_claim
 from worker.contract.config import Config
 from worker.contract.directive import Directive, publish_directive
 from worker.contract.exit_report import TrainerError
 from worker.contract.files import publish, read_message
-from worker.contract.loss_history import HistoryReader, Record, read_history, surviving
+from worker.contract.loss_history import Record, read_history, surviving
 from worker.contract.run_dir import RunDir
 from worker.start import Start
 
@@ -37,12 +37,12 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_config(data: Path, **sections: dict[str, Any]) -> Config:
+def tiny_config(text: Path, /, **sections: dict[str, Any]) -> Config:
     """Twelve steps of a tiny Llama; a section given here is laid over that."""
     fields: dict[str, dict[str, Any]] = {
         "run": {"name": "tiny", "seed": 7},
         "model": {"config": TINY},
-        "data": {"train": str(data), "tokenizer": "bytes", "max_tokens": 32},
+        "data": {"train": str(text), "tokenizer": "bytes", "max_tokens": 32},
         "training": {
             "max_steps": 12,
             "batch_size": 4,
@@ -58,21 +58,56 @@ def tiny_config(data: Path, **sections: dict[str, Any]) -> Config:
     return Config.model_validate(fields)
 
 
+class Launcher:
+    """The process that forks the trainers (launch.py); one for the whole test session."""
+
+    def __init__(self, log: Path) -> None:
+        root = Path(__file__).parents[2]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
+        with open(log, "wb") as errors:
+            self._popen = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("launch.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+
+    def ask(self, **request: Any) -> Any:
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        print(json.dumps(request), file=self._popen.stdin, flush=True)
+        return json.loads(self._popen.stdout.readline())
+
+    def close(self) -> None:
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._popen.stdin.close()
+        self._popen.wait()
+        self._popen.stdout.close()
+
+
 @dataclass
 class Process:
     """One rank's trainer."""
 
-    popen: subprocess.Popen[bytes]
+    launcher: Launcher
+    pid: int
     log: Path
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.launcher.ask(poll=self.pid)
+        return self.returncode
 
     def wait(self) -> int:
-        try:
-            return self.popen.wait(_PATIENCE_S)
-        finally:
-            self.popen.kill()
+        return eventually(lambda: (self.poll(),) if self.poll() is not None else None, _PATIENCE_S)[0]
 
     def send(self, number: signal.Signals) -> None:
-        os.kill(self.popen.pid, number)
+        os.kill(self.pid, number)
 
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -84,14 +119,8 @@ class Rig:
 
     run: RunDir
     config: Config
+    launcher: Launcher
     processes: list[Process] = field(default_factory=list)
-
-    @staticmethod
-    def make(folder: Path, config: Config) -> "Rig":
-        folder.mkdir(parents=True)
-        run = RunDir(folder)
-        configuration.write(run.config, config)
-        return Rig(run, config)
 
     def direct(self, attempt: int = 1, **fields: Any) -> None:
         told = {"cause": "first", "reason": "a test", "time": time.time(), **fields}
@@ -103,50 +132,56 @@ class Rig:
         )
         take_claim(self.run.claim(attempt), claim)
 
-    def start(
-        self,
-        attempt: int = 1,
-        restart: int = 0,
-        world: int = 1,
-        launcher: Sequence[str] = ("-m", "worker.train"),
-        environment: dict[str, str] | None = None,
-    ) -> list[Process]:
-        """Start every rank; without a directive of this attempt one from scratch is published."""
+    def start(self, attempt: int = 1, restart: int = 0, world: int = 1, **faults: Any) -> Process:
+        """Start every rank, rank 0's process is returned; without a directive, one from scratch is published."""
         if not self.run.directive.exists():
             self.direct(attempt)
         self.claim(attempt, restart=restart)
-        begun = [self._start_rank(attempt, restart, rank, world, launcher, environment or {}) for rank in range(world)]
+        begun = [self._start_rank(attempt, restart, rank, world, faults) for rank in range(world)]
         self.processes += begun
-        return begun
+        return begun[0]
 
-    def _start_rank(
-        self,
-        attempt: int,
-        restart: int,
-        rank: int,
-        world: int,
-        launcher: Sequence[str],
-        environment: dict[str, str],
-    ) -> Process:
+    def _start_rank(self, attempt: int, restart: int, rank: int, world: int, faults: dict[str, Any]) -> Process:
         start = Start(
             attempt=attempt, restart=restart, job_id=JOB, name="hf-test", rank=rank, world=world, local_rank=rank
         )
         log = self.run.path / f"a{attempt}-r{restart}-{rank}.log"
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        with open(log, "wb") as output:
-            popen = subprocess.Popen(
-                [sys.executable, *launcher, str(self.run.path), start.model_dump_json()],
-                env={**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        return Process(popen, log)
+        environment = faults.pop("environment", {})
+        argv = [str(self.run.path), start.model_dump_json()]
+        pid = self.launcher.ask(argv=argv, environment=environment, faults=faults, log=str(log))
+        return Process(self.launcher, pid, log)
 
     def finish(self, expected: int = 0, **how: Any) -> None:
-        """Start, wait, and insist on an exit code on every rank."""
-        for process in self.start(**how):
-            code = process.wait()
-            assert code == expected, f"exit {code} instead of {expected}:\n{process.said()}"
+        """Start, and wait for this exit code of every rank."""
+        self.start(**how)
+        self.ends(expected)
+
+    def ends(self, expected: int) -> None:
+        """Every rank that runs ends with this exit code."""
+        for process in self.processes:
+            if process.returncode is None:
+                assert process.wait() == expected, process.said()
+
+    def pauses(self, step: int) -> None:
+        """The run comes to the pause after this step, and waits there."""
+        here = self._paused(step)
+        eventually(lambda: here.exists() or any(process.poll() is not None for process in self.processes[-1:]), 240)
+        assert here.exists(), self.processes[-1].said()
+
+    def goes_on(self, step: int) -> None:
+        self._paused(step).unlink()
+
+    def is_killed(self) -> None:
+        """SIGKILL to every rank that runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send(signal.SIGKILL)
+                process.wait()
+        for pause in self.run.path.glob("paused-*"):
+            pause.unlink()
+
+    def _paused(self, step: int) -> Path:
+        return self.run.path / f"paused-{step}"
 
     def history(self) -> list[Record]:
         return surviving(read_history(self.run.history))
@@ -159,35 +194,14 @@ class Rig:
         assert error is not None
         return error
 
-    def wait_for_step(self, step: int) -> None:
-        reader = HistoryReader(self.run.history)
-        self.wait_until(lambda: any(record.step >= step for record in reader.new_records()), f"step {step}")
-
-    def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
-        """Wait for a condition; a trainer that ends before it comes true fails the test with its log."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while not is_true():
-            for process in self.processes:
-                code = process.popen.poll()
-                assert code is None or process.popen.returncode == 0 or is_true(), (
-                    f"{what}: exit {code}\n" + process.said()
-                )
-            assert time.monotonic() < deadline, f"{what}: not within {_PATIENCE_S} s"
-            time.sleep(0.01)
-
-    def stop_all(self) -> None:
-        for process in self.processes:
-            process.popen.kill()
-            process.popen.wait()
-
 
 def weights(folder: Path) -> dict[str, bytes]:
     """Every tensor's bytes."""
     return {name: tensor.tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
-def write_text(path: Path, kilobytes: int = 6) -> Path:
+def write_text(path: Path, num_bytes: int) -> Path:
     """Text that is the same everywhere."""
-    lines = [f"line {number}: {number * number} and {number % 7}\n" for number in range(kilobytes * 64)]
-    publish(path, "".join(lines)[: kilobytes * 1024])
+    lines = [f"line {number}: {number * number} and {number % 7}\n" for number in range(num_bytes // 8)]
+    publish(path, "".join(lines)[:num_bytes])
     return path

@@ -1,0 +1,105 @@
+"""Starts trainers for tests: imports everything once, forks one real process a start, and injects what is asked for.
+
+Reads one JSON request a line: ``{"argv", "environment", "faults", "log"}`` answers the new pid; ``{"poll": pid}``
+answers its return code, as in subprocess, or null.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from transformers import TrainerCallback
+
+import worker.attach
+import worker.saving
+import worker.train
+from worker.attached import Attached
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _poll(request["poll"]) if "poll" in request else _fork(request)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _poll(pid: int) -> int | None:
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _fork(request: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _train(request)
+    return pid
+
+
+def _train(request: dict[str, Any]) -> NoReturn:
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(request["environment"])
+    sys.argv = ["worker.train", *request["argv"]]
+    inject(request["faults"])
+    worker.train.main()
+
+
+def inject(faults: dict[str, Any]) -> None:
+    """Have this process's trainer meet its faults."""
+    attach: Callable[..., Attached] = worker.train.attach
+
+    def attach_with_faults(trainer: Any, context: Any) -> Attached:
+        attached = attach(trainer, context)
+        trainer.add_callback(Faults(attached, faults))
+        return attached
+
+    worker.train.attach = attach_with_faults
+    if "kill_before" in faults:
+        setattr(worker.saving, faults["kill_before"], _kill_this_process)
+    if faults.get("is_late"):
+        worker.attach.StepsCallback.__init__.__defaults__ = (True,)
+
+
+def _kill_this_process(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Faults(TrainerCallback):
+    """pause_at: [N] waits after step N's record while paused-N is there. nan_gradient: [step, rank]. spike_at: N."""
+
+    def __init__(self, attached: Attached, faults: dict[str, Any]) -> None:
+        self._attached = attached
+        self._faults = faults
+        self._step = 0
+        step, rank = faults.get("nan_gradient", (None, None))
+        if rank == attached.context.start.rank:
+            parameter = next(iter(attached.trainer.model.parameters()))
+            parameter.register_hook(lambda gradient: gradient * float("nan") if self._step == step else gradient)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step + 1
+        if self._step == self._faults.get("spike_at"):
+            with torch.no_grad():
+                for parameter in kwargs["model"].parameters():
+                    parameter.mul_(30.0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_first = self._attached.context.start.rank == 0
+        if is_first and state.global_step in self._faults.get("pause_at", ()):
+            here = self._attached.context.run.path / f"paused-{state.global_step}"
+            here.touch()
+            while here.exists():
+                time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    serve()

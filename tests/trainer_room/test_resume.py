@@ -1,0 +1,240 @@
+"""What an interruption may change: nothing, to the bit; and what a resume refuses."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer_room.rig import Rig, weights
+from worker.checkpoints import digest_of
+from worker.contract.files import publish_message
+from worker.contract.manifest import MANIFEST, Manifest, complete_manifest
+
+pytestmark = pytest.mark.training
+
+EXACT: list[dict[str, Any]] = [
+    {},
+    {"training": {"gradient_accumulation": 2}},
+    {"data": {"workers": 2, "eval": "EVAL"}, "training": {"eval_every": 5}},
+]
+
+
+def same_end(one: Rig, other: Rig) -> None:
+    """Weights, average and per-step losses are the same to the bit."""
+    assert one.losses() == other.losses()
+    assert weights(one.run.final) == weights(other.run.final)
+    assert weights(one.run.final / "ema") == weights(other.run.final / "ema")
+
+
+@pytest.mark.parametrize("sections", EXACT, ids=["plain", "accumulation", "workers and evaluation"])
+def test_a_run_that_was_interrupted_ends_bitwise_the_same(
+    make_rig: Callable[..., Rig], text: Path, sections: dict[str, Any]
+) -> None:
+    data = {name: str(text) if value == "EVAL" else value for name, value in sections.get("data", {}).items()}
+    sections = {**sections, "data": data}
+    undisturbed = make_rig("undisturbed", **sections)
+    undisturbed.finish()
+    disturbed = make_rig("disturbed", **sections)
+
+    disturbed.start(pause_at=[2])
+    disturbed.pauses(2)
+    disturbed.processes[0].send(signal.SIGTERM)
+    disturbed.goes_on(2)
+    disturbed.ends(21)
+    error = disturbed.error()
+    assert error.error is not None
+    assert (error.error.what, error.saved_step) == ("preempted", 3)
+
+    disturbed.start(restart=1, pause_at=[10])
+    disturbed.pauses(10)
+    disturbed.is_killed()
+    disturbed.finish(restart=2)
+
+    records = disturbed.history()
+    assert [record.segment for record in records] == [1] * 3 + [2] * 5 + [3] * 4
+    begun = [record.start.checkpoint for record in records if record.start]
+    assert begun == [None, "checkpoint-3", "checkpoint-8"]
+    same_end(undisturbed, disturbed)
+    assert [one.eval_loss for one in records] == [one.eval_loss for one in undisturbed.history()]
+
+
+def test_two_ranks_resume_bitwise(make_rig: Callable[..., Rig]) -> None:
+    undisturbed = make_rig("undisturbed")
+    undisturbed.finish(world=2)
+    disturbed = make_rig("disturbed")
+    disturbed.start(world=2, pause_at=[6])
+    disturbed.pauses(6)
+    disturbed.processes[1].send(signal.SIGUSR2)
+    disturbed.goes_on(6)
+    disturbed.ends(21)
+    for rank in (0, 1):
+        error = disturbed.error(rank=rank)
+        assert error.error is not None
+        assert (error.error.what, error.saved_step) == ("time_limit", 7)
+    disturbed.finish(restart=1, world=2)
+    same_end(undisturbed, disturbed)
+
+
+def test_one_rank_goes_on_where_two_were_with_the_same_samples(make_rig: Callable[..., Rig]) -> None:
+    two = make_rig(training={"batch_size": 2})
+    two.start(world=2, pause_at=[5])
+    two.pauses(5)
+    two.is_killed()
+    one = make_rig("one", training={"batch_size": 4})
+    (two.run.checkpoint(4)).rename(_in(one))
+    one.direct(resume_from="checkpoint-4")
+    one.finish()
+    undisturbed = make_rig("undisturbed")
+    undisturbed.finish()
+    for found, expected in zip(one.losses(), undisturbed.losses()[4:], strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def _in(rig: Rig) -> Path:
+    rig.run.checkpoints.mkdir()
+    return rig.run.checkpoint(4)
+
+
+def test_a_bad_newest_checkpoint_is_passed_over_and_out_of_the_way(make_rig: Callable[..., Rig]) -> None:
+    undisturbed = make_rig("undisturbed")
+    undisturbed.finish()
+    disturbed = make_rig("disturbed")
+    disturbed.start(pause_at=[9])
+    disturbed.pauses(9)
+    disturbed.is_killed()
+    torn = disturbed.run.checkpoint(8) / "optimizer.pt"
+    os.truncate(torn, 100)
+    disturbed.finish(restart=1)
+
+    start = disturbed.history()[4].start
+    assert start is not None
+    assert start.checkpoint == "checkpoint-4"
+    assert [(one.checkpoint, one.reason) for one in start.passed_over] == [
+        (
+            "checkpoint-8",
+            f"optimizer.pt has 100 bytes instead of {_size(undisturbed.run.checkpoint(8) / 'optimizer.pt')}",
+        )
+    ]
+    assert (disturbed.run.quarantine / "a1-bad-checkpoint-8" / "optimizer.pt").stat().st_size == 100
+    same_end(undisturbed, disturbed)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def test_a_named_checkpoint_is_never_replaced_by_a_fresh_start(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.start(pause_at=[5])
+    rig.pauses(5)
+    rig.is_killed()
+    weights_file = rig.run.checkpoint(4) / "model.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[-1] ^= 1
+    weights_file.write_bytes(content)
+    rig.direct(attempt=2, resume_from="checkpoint-4")
+    rig.finish(23, attempt=2)
+    error = rig.error(attempt=2).error
+    assert error is not None
+    assert error.type == "RefusedError"
+    assert "the content of model.safetensors is not what was written" in error.message
+    assert len(rig.history()) == 5
+
+
+def test_weights_that_are_not_those_of_the_probe_are_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.start(pause_at=[9])
+    rig.pauses(9)
+    rig.is_killed()
+    folder = rig.run.checkpoint(8)
+    stale = (rig.run.checkpoint(4) / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(stale)
+    _sign_again(folder)
+    rig.finish(23, restart=1)
+    error = rig.error(restart=1).error
+    assert error is not None
+    assert (error.type, error.what) == ("ProofError", "probe loss")
+    assert error.expected != error.found
+    assert len(rig.history()) == 9
+
+
+def _sign_again(folder: Path) -> None:
+    """Make the manifest agree with files that were changed."""
+    fields: dict[str, Any] = complete_manifest(folder).model_dump()
+    for name, entry in fields["files"].items():
+        entry["xxh128"] = digest_of(folder / name)
+    publish_message(folder / MANIFEST, Manifest.model_validate(fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"run": {"seed": 8}}, "seed"),
+        ({"training": {"max_steps": 13}}, "max_steps"),
+        ({"training": {"batch_size": 2}}, "global_batch"),
+        ({"data": {"max_tokens": 16}}, "data_digest"),
+    ],
+)
+def test_another_training_is_refused_by_name(make_rig: Callable[..., Rig], change: dict[str, Any], what: str) -> None:
+    rig = make_rig("first")
+    rig.start(pause_at=[5])
+    rig.pauses(5)
+    rig.is_killed()
+    changed = make_rig("changed", **change)
+    rig.run.checkpoint(4).rename(_in(changed))
+    changed.direct(resume_from="checkpoint-4")
+    changed.finish(23)
+    error = changed.error().error
+    assert error is not None
+    assert (error.type, error.what) == ("RefusedError", what)
+
+
+def test_the_rate_is_absolute_at_the_very_first_step_and_after_every_resume(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.start(pause_at=[5])
+    rig.pauses(5)
+    rig.is_killed()
+    configured = {record.step: record.lr for record in rig.history()}
+    rig.direct(attempt=2, resume_from="checkpoint-4", lr_scale=0.5)
+    for restart, step in enumerate((5, 7, 9)):
+        rig.start(attempt=2, restart=restart, pause_at=[step])
+        rig.pauses(step)
+        rig.processes[-1].send(signal.SIGTERM)
+        rig.goes_on(step)
+        rig.ends(21)
+    rig.finish(attempt=2, restart=3)
+    undisturbed = make_rig("undisturbed")
+    undisturbed.finish()
+    configured = {record.step: record.lr for record in undisturbed.history()}
+    records = rig.history()
+    assert [record.start.checkpoint for record in records if record.start and record.attempt == 2] == [
+        "checkpoint-4",
+        "checkpoint-6",
+        "checkpoint-8",
+        "checkpoint-10",
+    ]
+    assert [record.lr for record in records[:4]] == [configured[step] for step in range(1, 5)]
+    for record in records[4:]:
+        assert record.lr == configured[record.step] * 0.5, record.step
+    state = json.loads((rig.run.checkpoint(12) / "trainer_state.json").read_text())
+    assert state["log_history"][-1]["learning_rate"] == configured[12] * 0.5
+
+
+@pytest.mark.parametrize("boundary", ["make_durable", "publish_message", "publish_folder", "retire"])
+def test_a_kill_within_a_save_leaves_a_checkpoint_to_go_on_from(make_rig: Callable[..., Rig], boundary: str) -> None:
+    rig = make_rig(checkpoint={"every_steps": 4, "keep": 9})
+    rig.start(pause_at=[5])
+    rig.pauses(5)
+    rig.is_killed()
+    rig.finish(-signal.SIGKILL, restart=1, kill_before=boundary)
+    rig.finish(restart=2)
+    begun = [record.start.checkpoint for record in rig.history() if record.start]
+    assert begun[-1] == ("checkpoint-8" if boundary == "retire" else "checkpoint-4")
+    assert list(rig.run.staging.iterdir()) == []
+    undisturbed = make_rig("undisturbed")
+    undisturbed.finish()
+    same_end(undisturbed, rig)
