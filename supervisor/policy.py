@@ -33,7 +33,8 @@ def decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     """The one next thing to do for a run that is not over; ``seen`` is already in the journal."""
     left = run.left
     if left is not None and left.outcome is Outcome.DONE:
-        return Finish(left.step or 0, f"all {left.step} steps are done")
+        step = left.step if left.step is not None else _last_step(seen)
+        return Finish(step, f"all {step} steps are done")
     if run.stop_by is not None:
         return _stop(run, seen, rules, run.stop_by)
     if _was_stopped_by_file(left):
@@ -72,6 +73,10 @@ def _end_stopped(run: RunState, seen: Observation, rules: Rules, by: str, reason
 def _was_cancelled_by_a_person(run: RunState, seen: Observation) -> bool:
     is_cancelled = seen.job is not None and seen.job.state is JobState.CANCELLED and seen.job.job_id == run.job_id
     return is_cancelled and run.job_id not in run.cancelled_by_us
+
+
+def _last_step(seen: Observation) -> int:
+    return seen.last.step if seen.last is not None else 0
 
 
 def _newest_step(seen: Observation) -> int | None:
@@ -338,7 +343,6 @@ def _plan(
     run: RunState, seen: Observation, cause: Cause, start: Manifest | None, scale: float, where: Where, reason: str
 ) -> AttemptDecided:
     step = start.step if start is not None else 0
-    reached = seen.last.step if seen.last is not None else 0
     return AttemptDecided(
         attempt=run.attempt + 1,
         cause=cause,
@@ -347,6 +351,6 @@ def _plan(
         lr_scale=scale,
         quarantine=tuple(checkpoint_name(m.step) for m in seen.manifests if m.step > step),
         where=where,
-        cost=Cost(steps_repeated=max(0, reached - step)),
+        cost=Cost(steps_repeated=max(0, _last_step(seen) - step)),
         reason=reason,
     )

@@ -11,6 +11,7 @@ from supervisor.journal import (
     Finished,
     GaveUp,
     JobSeen,
+    ProgressMade,
     RolledBack,
     Stopped,
     SubmitIntended,
@@ -19,8 +20,8 @@ from supervisor.journal import (
 )
 from supervisor.run_state import OVER
 
-_QUIET = (AttemptDecided, SubmitIntended, CancelIntended)
-"""Intents: their outcomes say the same, a moment later."""
+_QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ProgressMade)
+"""Intents, whose outcomes say the same a moment later, and progress, which status shows."""
 
 _WORDS = {
     "RunCreated": "created",
@@ -36,7 +37,6 @@ _WORDS = {
     "VerdictSeen": "VERDICT",
     "WorkerLeft": "worker",
     "Preempted": "preempted",
-    "ProgressMade": "progress",
     "LookFailed": "no answer",
     "LookRecovered": "answers again",
     "StopRequested": "stop asked",

@@ -1,0 +1,234 @@
+"""A run on real files with a scheduler in memory; the test plays the worker and the clock."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from slurm.job import JobState
+from supervisor.actions import SupervisedRun
+from supervisor.decision import Decision
+from supervisor.journal import Event, SupervisorStarted, mend_journal, read_journal
+from supervisor.lease import take_lease
+from supervisor.observation import Observation
+from supervisor.run_state import replay
+from supervisor.runs import open_or_create
+from supervisor.watch import JobLooks, Watched, one_pass
+from tests.fakes import FakeScheduler
+from worker.contract.claim import Claim, take_claim
+from worker.contract.config import Config
+from worker.contract.directive import Directive, read_directive
+from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
+from worker.contract.files import publish_message
+from worker.contract.loss_history import BatchPosition, HistoryWriter, Probe, Start, record
+from worker.contract.manifest import MANIFEST, Manifest
+
+BEGIN = 1_700_000_000.0
+
+
+def config(folder: Path, **sections: dict[str, Any]) -> Config:
+    """A small configuration; ``sections`` are merged over it, one level deep."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"name": "r", "dir": str(folder)},
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"train": "stdlib", "tokenizer": "bytes"},
+        "training": {"max_steps": 100, "optimizer": {"learning_rate": 1.0}},
+        "checkpoint": {"every_steps": 10, "healthy_after": 5},
+    }
+    for name, keys in sections.items():
+        base[name] = base.get(name, {}) | keys
+    return Config.model_validate(base)
+
+
+class Silent:
+    """Nobody listens; troubles are kept for the test."""
+
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+
+    def progress(self, seen: Observation) -> None:
+        pass
+
+    def trouble(self, message: str) -> None:
+        self.troubles.append(message)
+
+
+class Stage:
+    """The run's folder, its supervisor (which may be restarted), its scheduler and its worker."""
+
+    def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
+        self.config = config(folder, **sections)
+        self.run_dir = open_or_create(self.config)
+        self.scheduler = FakeScheduler()
+        self.now = BEGIN
+        self.step = 0
+        self.start_supervisor()
+
+    # -- the supervisor
+
+    def start_supervisor(self) -> None:
+        """A supervisor process begins: all it knows is on disk."""
+        mend_journal(self.run_dir.journal)
+        self.run_dir.lease.unlink(missing_ok=True)
+        lease = take_lease(self.run_dir)
+        self.ears = Silent()
+        state = replay(read_journal(self.run_dir.journal))
+        run = SupervisedRun(
+            self.config, self.run_dir, self.scheduler, lease, lambda: self.now, lambda event: None, state
+        )
+        run.record(SupervisorStarted(host="here", pid=1))
+        self.watched = Watched(run, self.ears)
+        self.looks = JobLooks(self.scheduler, 0.0, 0.0)
+
+    def look(self) -> Decision:
+        """One pass."""
+        self.now += 1
+        self.looks.look_if_due([self.watched])
+        return one_pass(self.watched, self.looks, [self.watched])
+
+    def settle(self) -> Decision:
+        """Passes until nothing changes any more; the last decision."""
+        before = -1
+        decision = self.look()
+        for _ in range(50):
+            if len(self.events) == before or self.watched.run.state.is_over:
+                return decision
+            before = len(self.events)
+            decision = self.look()
+        raise AssertionError(f"no end of events: {self.names[-6:]}")
+
+    @property
+    def events(self) -> list[Event]:
+        return read_journal(self.run_dir.journal)
+
+    @property
+    def names(self) -> list[str]:
+        return [event.event for event in self.events]
+
+    @property
+    def state(self) -> str:
+        return self.watched.run.state.state
+
+    @property
+    def directive(self) -> Directive:
+        found = read_directive(self.run_dir.directive)
+        assert found is not None
+        return found
+
+    @property
+    def job_id(self) -> str:
+        assert self.watched.run.state.job_id is not None
+        return self.watched.run.state.job_id
+
+    @property
+    def submissions(self) -> int:
+        return sum(method == "submit" for method, _ in self.scheduler.calls)
+
+    # -- the cluster and the worker
+
+    def start_job(self, restarts: int = 0) -> None:
+        """The scheduler starts the run's job, and its agent claims the attempt."""
+        self.scheduler.set_state(self.job_id, JobState.RUNNING, nodes=("n1",), restarts=restarts)
+        self.claim(restarts)
+
+    def claim(self, restarts: int = 0) -> None:
+        attempt = self.directive.attempt
+        claim = Claim(
+            job_id=self.job_id, name="hf", restart=restarts, host="n1", pid=1, started_ticks=1, time=time.time()
+        )
+        take_claim(self.run_dir.claim(attempt), claim)
+        self.run_dir.restart(attempt, restarts).mkdir(parents=True, exist_ok=True)
+
+    def train(
+        self, until: int, verdict: str = "ok", onset: int | None = None, loss: float = 2.0, restart: int = 0
+    ) -> None:
+        """The worker makes steps up to ``until``; ``verdict`` is the last one's."""
+        directive = self.directive
+        with HistoryWriter(self.run_dir.history, lambda: None) as writer:
+            is_new = writer.last is None or (writer.last.attempt, writer.last.restart) != (directive.attempt, restart)
+            segment = writer.next_segment if is_new else writer.next_segment - 1
+            begin = (
+                int((directive.resume_from or "checkpoint-0").split("-")[1]) if is_new and restart == 0 else self.step
+            )
+            for step in range(begin + 1, until + 1):
+                is_last = step == until
+                writer.append(
+                    record(
+                        segment=segment,
+                        attempt=directive.attempt,
+                        restart=restart,
+                        step=step,
+                        epoch=0.0,
+                        time=self.now,
+                        loss=loss if is_last else 2.0,
+                        lr=directive.lr_scale,
+                        verdict=verdict if is_last else "ok",
+                        onset_step=onset if is_last else None,
+                        data=BatchPosition(epoch=0, batch=step - 1),
+                        start=_start() if is_new and step == begin + 1 else None,
+                    )
+                )
+                if step % self.config.checkpoint.every_steps == 0:
+                    self.save(step)
+        self.step = until
+
+    def save(self, step: int) -> None:
+        folder = self.run_dir.checkpoint(step)
+        folder.mkdir(parents=True)
+        publish_message(folder / MANIFEST, manifest(step, self.directive.attempt))
+
+    def leave(self, outcome: Outcome, restart: int = 0, error: ErrorDetail | None = None, rank: int = 0) -> None:
+        """The worker's agent writes its exit report."""
+        report = ExitReport(
+            attempt=self.directive.attempt,
+            restart=restart,
+            rank=rank,
+            job_id=self.job_id,
+            host="n1",
+            outcome=outcome,
+            step=self.step,
+            started=0.0,
+            ended=self.now,
+            error=error,
+        )
+        path = self.run_dir.exit_report(self.directive.attempt, restart, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish_message(path, report)
+
+
+def manifest(step: int, attempt: int = 1, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "step": step,
+        "attempt": attempt,
+        "segment": 1,
+        "time": 0.0,
+        "epoch": 0.0,
+        "batches_into_epoch": step,
+        "samples_seen": step,
+        "world_size": 1,
+        "batch_size": 1,
+        "gradient_accumulation": 1,
+        "max_steps": 100,
+        "seed": 1,
+        "config_digest": "c",
+        "data_digest": "d",
+        "lr_scale": 1.0,
+        "weights_finite": True,
+        "probe_loss": 1.0,
+        "optimizer_steps": step,
+        "versions": {},
+        "files": {},
+    }
+    return Manifest(**fields | changes)
+
+
+def _start() -> Start:
+    return Start(
+        max_steps=100,
+        lr=1.0,
+        lr_expected=1.0,
+        optimizer_steps=0,
+        rng_digests=("r",),
+        next_samples=(1,),
+        probe=Probe(expected=None, found=1.0),
+        versions={},
+    )

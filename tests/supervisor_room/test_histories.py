@@ -1,0 +1,441 @@
+"""The supervisor as histories: what the worker and the cluster do, and what is in the journal afterwards."""
+
+from pathlib import Path
+
+import pytest
+
+from slurm.job import JobState
+from supervisor.decision import Wait
+from supervisor.journal import Continued, Finished, GaveUp, RolledBack, Stopped, Submitted
+from supervisor.observation import Request
+from tests.supervisor_room.stage import Stage
+from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.files import publish_message
+
+PREEMPTED = ErrorDetail(type="Left", message="", what="preempted")
+TIME_LIMIT = ErrorDetail(type="Left", message="", what="time_limit")
+
+
+def _crash(message: str = "boom") -> ErrorDetail:
+    return ErrorDetail(
+        type="RuntimeError", message=message, traceback='  File "train.py", line 7, in main\nRuntimeError'
+    )
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_a_healthy_run_is_submitted_once_and_finishes(stage: Stage) -> None:
+    stage.settle()
+    assert stage.state == "queued"
+    stage.start_job()
+    stage.settle()
+    stage.train(100)
+    stage.settle()
+    assert stage.state == "training"
+    stage.leave(Outcome.DONE)
+    stage.look()
+    assert stage.state == "finished"
+    assert stage.submissions == 1
+    assert isinstance(stage.events[-1], Finished)
+    assert stage.events[-1].final_step == 100
+    assert stage.directive.stop == "now"
+    assert stage.run_dir.history_csv.read_text().count("\n") == 101
+
+
+def test_a_spike_rolls_back_to_the_newest_healthy_checkpoint_in_the_same_allocation(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    [rolled] = [event for event in stage.events if isinstance(event, RolledBack)]
+    assert (rolled.from_step, rolled.to_step, rolled.onset_step, rolled.lr_scale) == (38, 30, 36, 0.5)
+    assert rolled.where == "same_allocation"
+    assert rolled.cost.steps_repeated == 8
+    assert stage.directive.attempt == 2
+    assert stage.directive.resume_from == "checkpoint-30"
+    assert stage.directive.lr_scale == 0.5
+    assert stage.submissions == 1
+
+
+def test_checkpoints_past_the_target_go_to_quarantine(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, checkpoint={"every_steps": 10, "healthy_after": 15, "keep_quarantined": 5})
+    stage.settle()
+    stage.start_job()
+    stage.train(41, "spike", onset=39, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    assert stage.directive.resume_from == "checkpoint-20"
+    assert stage.run_dir.checkpoint_steps() == [10, 20]
+    assert sorted(path.name for path in stage.run_dir.quarantine.iterdir()) == ["a1-checkpoint-30", "a1-checkpoint-40"]
+
+
+def test_a_spike_before_any_checkpoint_starts_from_scratch_at_half_the_rate(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(8, "nonfinite", onset=7)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    assert (stage.directive.resume_from, stage.directive.lr_scale, stage.directive.cause) == (None, 0.5, "nonfinite")
+
+
+def test_scales_multiply_over_rollbacks_and_stop_at_the_floor_and_the_budget(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    scales = []
+    for _ in range(5):
+        stage.train(8, "spike", onset=6, loss=9.0)
+        stage.leave(Outcome.VERDICT)
+        stage.settle()
+        if stage.directive.attempt == 4:  # two relaunches in one allocation, then a fresh job
+            assert stage.submissions == 2
+        stage.start_job()
+        stage.settle()
+        scales.append(stage.directive.lr_scale)
+    assert scales == [0.5, 0.25, 0.125, 0.0625, 0.03125]
+    stage.train(8, "spike", onset=6, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    assert stage.state == "gave_up"
+    assert isinstance(stage.events[-1], GaveUp)
+    assert "5 rollbacks" in stage.events[-1].reason
+    assert stage.scheduler.jobs[stage.job_id].state is JobState.CANCELLED
+
+
+def test_progress_refills_the_budget(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(8, "spike", onset=6, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    stage.claim()
+    stage.train(16)
+    stage.settle()
+    run = stage.watched.run.state
+    assert (run.healthy_step, run.rollbacks, run.rollbacks_since_progress, run.relaunches_in_job) == (10, 1, 0, 0)
+
+
+def test_the_third_relaunch_without_progress_takes_a_fresh_job_after_the_old_one_is_over(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    old = stage.job_id
+    for _ in range(3):
+        stage.train(8, "spike", onset=6, loss=9.0)
+        stage.leave(Outcome.VERDICT)
+        stage.settle()
+        if stage.directive.attempt < 4:
+            stage.claim()
+    cancelled = stage.names.index("Cancelled")
+    submitted = [i for i, name in enumerate(stage.names) if name == "Submitted"]
+    assert submitted[0] < cancelled < submitted[1]
+    assert stage.job_id != old
+
+
+def test_a_preempted_job_goes_on_by_itself_and_its_start_is_moved(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.leave(Outcome.LEFT, error=PREEMPTED)
+    stage.settle()
+    stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="BeginTime", restarts=1)
+    stage.settle()
+    assert ("start_now", stage.job_id) in stage.scheduler.calls
+    assert stage.names.count("Preempted") == stage.names.count("StartMoved") == 1
+    stage.start_job(restarts=1)
+    stage.train(30, restart=1)
+    stage.settle()
+    assert stage.state == "training"
+    assert stage.directive.attempt == 1
+    assert stage.submissions == 1
+
+
+def test_with_a_factor_on_preemption_the_requeued_worker_gets_a_new_attempt(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, recovery={"preemption": {"lr_factor": 0.5}})
+    stage.settle()
+    assert stage.directive.on_requeue == "wait"
+    stage.start_job()
+    stage.train(25)
+    stage.leave(Outcome.LEFT, error=PREEMPTED)
+    stage.settle()
+    stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="BeginTime", restarts=1)
+    stage.settle()
+    assert (stage.directive.attempt, stage.directive.lr_scale, stage.directive.resume_from) == (2, 0.5, "checkpoint-20")
+    stage.start_job(restarts=1)
+    stage.settle()
+    assert stage.directive.attempt == 2
+    assert stage.submissions == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "cause"),
+    [
+        (JobState.COMPLETED, TIME_LIMIT, "time_limit"),
+        (JobState.TIMEOUT, None, "time_limit"),
+        (JobState.COMPLETED, PREEMPTED, "preempted"),
+        (JobState.FAILED, None, "vanished"),
+        (JobState.OUT_OF_MEMORY, None, "out_of_memory"),
+        (JobState.BOOT_FAIL, None, "vanished"),
+    ],
+)
+def test_a_job_that_is_over_is_followed_by_another_from_the_newest_checkpoint(
+    stage: Stage, state: JobState, error: ErrorDetail | None, cause: str
+) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    if error is not None:
+        stage.leave(Outcome.LEFT, error=error)
+    stage.scheduler.set_state(stage.job_id, state)
+    stage.settle()
+    last = [event for event in stage.events if isinstance(event, Continued)][-1]
+    assert (last.cause, last.resume_from, last.where, last.lr_scale) == (cause, "checkpoint-20", "new_job", 1.0)
+    assert last.cost.steps_repeated == 5
+    assert stage.submissions == 2
+
+
+@pytest.mark.parametrize("state", [JobState.NODE_FAIL, JobState.PREEMPTED])
+def test_a_job_that_may_come_back_is_given_time(stage: Stage, state: JobState) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.scheduler.set_state(stage.job_id, state)
+    stage.settle()
+    assert stage.submissions == 1
+    stage.now += stage.config.recovery.absent_grace_s
+    stage.settle()
+    assert stage.submissions == 2
+
+
+def test_a_foreign_scancel_stops_the_run_for_good(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.scheduler.cancellers[stage.job_id] = "alice"
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    assert stage.state == "stopped"
+    assert isinstance(stage.events[-1], Stopped)
+    assert (stage.events[-1].by, stage.events[-1].saved_step) == ("alice", 20)
+    assert stage.submissions == 1
+
+
+def test_a_foreign_scancel_wins_over_an_unanswered_verdict(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    assert stage.state == "stopped"
+
+
+def test_a_crash_goes_on_in_the_same_allocation(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.leave(Outcome.CRASHED, error=_crash())
+    stage.settle()
+    assert (stage.directive.attempt, stage.directive.resume_from, stage.directive.cause) == (
+        2,
+        "checkpoint-20",
+        "crash",
+    )
+    assert stage.submissions == 1
+
+
+def test_the_same_crash_twice_before_any_step_gives_up_with_its_traceback(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    for _ in range(2):
+        stage.leave(Outcome.CRASHED, error=_crash())
+        stage.settle()
+        if stage.state != "gave_up":
+            stage.claim()
+    assert stage.state == "gave_up"
+    assert isinstance(stage.events[-1], GaveUp)
+    assert "train.py" in (stage.events[-1].error or "")
+
+
+def test_two_different_crashes_before_any_step_do_not_give_up(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.leave(Outcome.CRASHED, error=_crash())
+    stage.settle()
+    stage.claim()
+    stage.leave(Outcome.CRASHED, error=ErrorDetail(type="ValueError", message="other"))
+    stage.settle()
+    assert stage.state != "gave_up"
+
+
+def test_a_restore_that_does_not_prove_itself_takes_the_next_older_checkpoint_at_the_same_rate(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    stage.claim()
+    proof = ErrorDetail(type="ProofError", message="probe loss", what="probe", expected="1.0", found="2.0")
+    stage.leave(Outcome.REFUSED, error=proof)
+    stage.settle()
+    assert (stage.directive.cause, stage.directive.resume_from, stage.directive.lr_scale) == (
+        "refused",
+        "checkpoint-20",
+        0.5,
+    )
+
+
+def test_a_refusal_that_would_come_again_gives_up_with_its_message(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.leave(Outcome.REFUSED, error=ErrorDetail(type="DataError", message="data.train: no file"))
+    stage.settle()
+    assert stage.state == "gave_up"
+    assert "data.train: no file" in stage.events[-1].reason
+
+
+def test_out_of_memory_is_tried_once_more_after_progress(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(8)
+    stage.settle()
+    for _ in range(2):
+        stage.leave(Outcome.OUT_OF_MEMORY, error=ErrorDetail(type="OutOfMemoryError", message="2 GiB"))
+        stage.settle()
+        if stage.state != "gave_up":
+            stage.claim()
+            stage.train(9)
+            stage.settle()
+    assert stage.state == "gave_up"
+    assert stage.directive.attempt == 2
+
+
+def test_an_attempt_that_nobody_takes_up_is_given_a_fresh_job_under_its_own_number(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.leave(Outcome.CRASHED, error=_crash())
+    stage.settle()
+    stage.now += 61
+    stage.settle()
+    assert stage.directive.attempt == 2
+    assert stage.submissions == 2
+    assert "Cancelled" in stage.names
+
+
+def test_silence_of_the_scheduler_is_no_ending(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.scheduler.fail("look", 50)
+    for _ in range(20):
+        stage.now += 60
+        assert isinstance(stage.look(), Wait)
+    assert stage.names.count("LookFailed") == 1
+    assert stage.submissions == 1
+    stage.scheduler._failures.clear()
+    stage.settle()
+    assert stage.names.count("LookRecovered") == 1
+    assert stage.state == "training"
+
+
+def test_a_verdict_is_answered_while_the_scheduler_is_silent(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.scheduler.fail("look", 50)
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.look()
+    assert stage.directive.attempt == 2
+
+
+def test_a_submission_whose_answer_got_lost_is_found_by_its_name(stage: Stage) -> None:
+    stage.scheduler.fail("submit", after=True)
+    stage.settle()
+    assert "SubmitFailed" in stage.names
+    stage.now += 3600
+    stage.settle()
+    [submitted] = [event for event in stage.events if isinstance(event, Submitted)]
+    assert submitted.adopted
+    assert stage.submissions == 1
+
+
+def test_submissions_that_are_refused_again_and_again_end_the_run(stage: Stage) -> None:
+    stage.scheduler.fail("submit", 50)
+    for _ in range(200):
+        stage.now += 60
+        stage.look()
+    assert stage.state == "gave_up"
+    assert stage.submissions == 5
+
+
+def test_only_so_many_jobs_an_hour(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, recovery={"max_submissions_per_hour": 2})
+    for _ in range(4):
+        stage.settle()
+        if stage.watched.run.state.has_live_job:
+            stage.start_job()
+            stage.scheduler.set_state(stage.job_id, JobState.FAILED)
+    assert stage.submissions == 2
+    stage.now += 3600
+    stage.settle()
+    assert stage.submissions == 3
+
+
+def test_attempts_without_progress_are_counted(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, recovery={"max_attempts_without_progress": 3, "max_submissions_per_hour": 100})
+    for _ in range(8):
+        stage.settle()
+        if stage.state != "gave_up" and stage.watched.run.state.has_live_job:
+            stage.start_job()
+            stage.scheduler.set_state(stage.job_id, JobState.FAILED)
+    assert stage.state == "gave_up"
+    assert stage.submissions == 3
+
+
+def test_stop_saves_and_stays_stopped(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    publish_message(stage.run_dir.request, Request(verb="stop", by="bob"))
+    stage.settle()
+    assert stage.directive.stop == "save"
+    assert not stage.run_dir.request.exists()
+    assert stage.state == "stopping"
+    stage.save(25)
+    stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="", what="stop"))
+    stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
+    stage.settle()
+    assert stage.state == "stopped"
+    assert isinstance(stage.events[-1], Stopped)
+    assert (stage.events[-1].by, stage.events[-1].saved_step) == ("bob", 25)
+
+
+def test_stop_cancels_a_job_that_waits(stage: Stage) -> None:
+    stage.settle()
+    publish_message(stage.run_dir.request, Request(verb="stop", by="bob"))
+    stage.settle()
+    assert stage.state == "stopped"
+    assert ("cancel", stage.job_id) in stage.scheduler.calls
+
+
+def test_a_full_disk_under_the_journal_means_no_effect(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("supervisor.journal.append_line", full)
+    stage.look()
+    assert stage.submissions == 0
+    assert "No space left" in stage.ears.troubles[-1]
+    monkeypatch.undo()
+    stage.settle()
+    assert stage.submissions == 1
