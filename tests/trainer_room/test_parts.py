@@ -1,0 +1,254 @@
+"""The pure parts: the order of the data, the rates, retention, the guard, the refused fields."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from worker.attach import nonfinite_ranks
+from worker.checkpoints import clear_staging, kept_steps
+from worker.contract.config import CheckpointConfig
+from worker.contract.directive import SkippedBatches
+from worker.contract.loss_history import Record
+from worker.contract.manifest import Manifest
+from worker.contract.run_dir import RunDir
+from worker.guard import withhold
+from worker.leaving import ProofError, RefusedError
+from worker.order import EpochOrder, batch_order
+from worker.randomness import random_digest, random_states_aside
+from worker.rates import configured_rates, hold_rates
+from worker.resume import choose, optimizer_steps, prove_probe
+from worker.start import Start
+from worker.world import interface_of, own_address, refuse_lonely_tasks
+
+
+def order_of(num_samples: int, global_batch: int, **fields: object) -> EpochOrder:
+    told = {"seed": 1, "shuffle": True, "skipped": (), **fields}
+    return EpochOrder(range(num_samples), global_batch, **told)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.booleans())
+def test_an_epoch_is_whole_global_batches_over_all_samples(num_samples: int, batch: int, shuffle: bool) -> None:
+    order = order_of(num_samples, batch, shuffle=shuffle)
+    indices = list(order)
+    assert len(indices) == len(order) == order.num_batches * batch
+    assert set(indices) == set(range(num_samples))
+    assert indices == [index for step in range(1, order.num_batches + 1) for index in order.samples_of(step)]
+    assert len(indices) - num_samples < batch
+
+
+def test_every_epoch_has_another_order_and_the_same_one_in_every_process() -> None:
+    order = order_of(100, 10)
+    first = list(order)
+    order.epoch = 1
+    assert list(order) != first
+    assert list(order_of(100, 10)) == first
+    assert order.samples_of(1) == first[:10]
+    assert order.samples_of(11) == list(order)[:10]
+
+
+def test_skipped_batches_are_left_out_and_move_no_other() -> None:
+    skipped = [SkippedBatches(epoch=1, first=3, count=2)]
+    assert list(batch_order(8, 1, skipped)) == [0, 1, 2, 5, 6, 7, 0, 1]
+    assert list(batch_order(8, 0, skipped)) == list(range(8))
+    assert list(batch_order(2, 1, [SkippedBatches(epoch=1, first=0, count=9)])) == [0, 1]
+    order = order_of(80, 10, skipped=skipped)
+    assert order.batch_of(8 + 4) == (1, 5)
+    assert order.samples_of(8 + 4) == order_of(80, 10).samples_of(8 + 6)
+
+
+def trained(num_groups: int = 2) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.3 / (one + 1)} for one in range(num_groups)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    return optimizer, LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def run_rates(scale: Callable[[int], float], steps: int = 5) -> list[list[float]]:
+    optimizer, schedule = trained()
+    hold_rates(optimizer, schedule, configured_rates(optimizer), scale)
+    rates = []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_rates_are_peak_times_schedule_times_scale_and_one_is_neutral() -> None:
+    plain_optimizer, plain_schedule = trained()
+    plain = []
+    for _ in range(5):
+        plain.append([group["lr"] for group in plain_optimizer.param_groups])
+        plain_optimizer.step()
+        plain_schedule.step()
+    assert run_rates(lambda step: 1.0) == plain
+    assert run_rates(lambda step: 0.5) == [[rate * 0.5 for rate in rates] for rates in plain]
+    assert run_rates(lambda step: 1.0 / step)[2] == pytest.approx([rate / 3 for rate in plain[2]])
+
+
+def test_a_checkpoint_with_a_scaled_rate_does_not_scale_again() -> None:
+    optimizer, schedule = trained()
+    peaks = configured_rates(optimizer)
+    hold_rates(optimizer, schedule, peaks, lambda step: 0.5)
+    optimizer.step()
+    schedule.step()
+    saved = optimizer.state_dict(), schedule.state_dict()
+    for _ in range(3):
+        optimizer, schedule = trained()
+        optimizer.load_state_dict(saved[0])
+        schedule.load_state_dict(saved[1])
+        rate_after = hold_rates(optimizer, schedule, peaks, lambda step: 0.5)
+        assert [group["lr"] for group in optimizer.param_groups] == [peak / 2 * 0.5 for peak in peaks]
+        assert schedule.get_last_lr()[0] == rate_after(1) == 0.3 / 2 * 0.5
+        saved = optimizer.state_dict(), schedule.state_dict()
+
+
+def test_a_schedule_without_a_base_rate_is_refused() -> None:
+    optimizer, _ = trained()
+    with pytest.raises(RefusedError, match="ReduceLROnPlateau has no base rate"):
+        hold_rates(optimizer, ReduceLROnPlateau(optimizer), [0.1, 0.1], lambda step: 1.0)
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.AdamW, fused=False), partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_the_guard_leaves_weights_moments_and_counts_alone(
+    kind: Callable[..., torch.optim.Optimizer], norm: float
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    before, steps = weight.clone(), optimizer_steps(optimizer, 1)
+    moments = [value.clone() for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    weight.grad = torch.full((3,), math.nan)
+    withhold(optimizer, torch.tensor(norm))
+    optimizer.step()
+    assert torch.equal(weight, before)
+    assert optimizer_steps(optimizer, 1) == steps
+    after = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    assert all(torch.equal(one, other) for one, other in zip(moments, after, strict=True))
+    weight.grad = torch.ones(3)
+    withhold(optimizer, torch.tensor(1.0))
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+def manifest(step: int, weights_finite: bool = True) -> Manifest:
+    return Manifest(
+        step=step,
+        attempt=1,
+        segment=1,
+        time=1.0,
+        epoch=0.0,
+        batches_into_epoch=0,
+        samples_seen=0,
+        world_size=1,
+        batch_size=1,
+        gradient_accumulation=1,
+        max_steps=99,
+        seed=1,
+        config_digest="",
+        data_digest="",
+        lr_scale=1.0,
+        weights_finite=weights_finite,
+        probe_loss=1.0,
+        optimizer_steps=step,
+        versions={},
+        files={},
+    )
+
+
+def record(step: int, **fields: object) -> Record:
+    return Record.model_validate(
+        {"segment": 1, "attempt": 1, "restart": 0, "step": step, "epoch": 0, "time": 1, **fields}
+    )
+
+
+def test_what_is_not_finite_never_pushes_the_last_healthy_one_out() -> None:
+    rules = CheckpointConfig(keep=1, keep_healthy=1, healthy_after=5)
+    late_nan = [manifest(10), manifest(20, weights_finite=False), manifest(30, weights_finite=False)]
+    assert kept_steps(rules, late_nan, [record(30)], ()) == {10, 30}
+
+
+def test_an_open_verdict_keeps_what_lies_before_its_onset() -> None:
+    rules = CheckpointConfig(keep=2, keep_healthy=1, healthy_after=5)
+    branch = [record(19, verdict="pending", onset_step=19), record(20, verdict="suspect", onset_step=19), record(21)]
+    assert kept_steps(rules, [manifest(step) for step in (5, 10, 15, 18, 20)], branch, ()) == {15, 18, 20}
+
+
+@given(st.sets(st.integers(1, 60), max_size=15), st.sets(st.integers(1, 60)), st.integers(1, 3), st.integers(0, 30))
+def test_retention_keeps_the_newest_the_wanted_and_a_way_to_the_next_healthy(
+    steps: set[int], wanted: set[int], keep: int, healthy_after: int
+) -> None:
+    rules = CheckpointConfig(keep=keep, keep_healthy=1, healthy_after=healthy_after)
+    kept = kept_steps(rules, [manifest(step) for step in steps], [record(max(steps, default=0))], wanted)
+    assert kept <= steps
+    assert kept >= {*sorted(steps)[-keep:], *(wanted & steps)}
+    assert len(kept - wanted) <= keep + 2
+
+
+def test_only_foreign_staging_is_cleared(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for name in ("a1-r0-checkpoint-4", "a2-r0-checkpoint-4", "a2-r1-checkpoint-8", "a2-r10-checkpoint-8"):
+        (run.staging / name).mkdir(parents=True)
+    clear_staging(run, 2, 1)
+    assert [entry.name for entry in run.staging.iterdir()] == ["a2-r1-checkpoint-8"]
+
+
+def test_from_scratch_is_only_what_was_asked_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert choose(run, 1, None, sizes_only=False) is None
+    with pytest.raises(RefusedError, match="checkpoint-8 was to be resumed from"):
+        choose(run, 1, "checkpoint-8", sizes_only=False)
+    with pytest.raises(RefusedError, match="'latest' is no checkpoint's name"):
+        choose(run, 1, "latest", sizes_only=False)
+
+
+def test_the_probe_is_exact_on_the_same_platform_and_tolerant_elsewhere() -> None:
+    prove_probe(2.0, 2.0, is_same_platform=True)
+    prove_probe(2.0, 2.001, is_same_platform=False)
+    prove_probe(None, None, is_same_platform=False)
+    for expected, found, is_same in [(2.0, 2.0000001, True), (2.0, 2.1, False), (2.0, None, False)]:
+        with pytest.raises(ProofError, match="probe loss"):
+            prove_probe(expected, found, is_same_platform=is_same)
+
+
+def test_what_is_done_aside_leaves_no_trace() -> None:
+    before = random_digest()
+    with random_states_aside():
+        torch.rand(3)
+        assert random_digest() != before
+    assert random_digest() == before
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks"),
+    [
+        ([[1.0, 1.0, 0.0, 1.0]], None),
+        ([[1.0, math.nan, 0.0, 0.0]], (0,)),
+        ([[1.0, math.nan, 0.0, 1.0], [1.0, math.nan, 0.0, math.inf]], (1,)),
+        ([[math.nan, math.nan, 0.0, 0.0], [1.0, math.nan, 0.0, 0.0]], (0,)),
+        ([[1.0, math.nan, 0.0, 0.0], [1.0, math.nan, 0.0, 0.0]], None),
+    ],
+)
+def test_the_rank_that_was_not_finite_is_named(rows: list[list[float]], ranks: tuple[int, ...] | None) -> None:
+    assert nonfinite_ranks(rows, knows_norm=True) == ranks
+
+
+def test_one_of_several_tasks_may_not_think_that_it_is_alone() -> None:
+    start = Start(attempt=1, restart=0, job_id="1", name="hf-1", rank=0, world=1, local_rank=0)
+    refuse_lonely_tasks(start, {"SLURM_NTASKS": "1"})
+    refuse_lonely_tasks(start, {})
+    with pytest.raises(RefusedError, match="Slurm started 2 tasks"):
+        refuse_lonely_tasks(start, {"SLURM_NTASKS": "2"})
+
+
+def test_this_host_has_an_address_and_an_interface_for_it() -> None:
+    assert interface_of(own_address())
+    assert interface_of("203.0.113.77") is None
