@@ -196,6 +196,12 @@ class TestPublicReports:
     def test_zero_with_a_known_finite_norm_is_a_number(self) -> None:
         assert set(verdicts([2.7, 0.0, 0.0, 0.0])) == {"ok"}
 
+    def test_a_zero_right_after_a_restart(self) -> None:
+        before, after = Detector(RULES), Detector(RULES)
+        before.judge(1, 2.7, None)
+        after.restore(before.state())
+        assert [after.judge(step, 0.0, None).verdict for step in (2, 3)] == ["skipped", "nonfinite"]
+
     def test_a_line_whose_loss_is_gone(self) -> None:
         assert verdicts([None, None], norm=NAN) == ["skipped", "nonfinite"]
         assert verdicts([None, None], norm=None) == ["skipped", "nonfinite"]
