@@ -23,7 +23,8 @@ def look(run_dir: RunDir, task: Task, before: Seen, last_attempt: int | None) ->
         return Seen(held=before.held, held_claim=_claim(run_dir, before.held))
     attempt = directive.attempt
     claim = read_claim(run_dir.claim(attempt))
-    held = max(attempt, before.held or 0) if is_own(claim, task) else before.held
+    is_twin = task.rank == 0 and claim is not None and is_own(claim, task) and not _is_by_this_process(claim)
+    held = max(attempt, before.held or 0) if is_own(claim, task) and not is_twin else before.held
     is_known = before.directive is not None and before.directive.attempt == attempt and before.ended_as is not None
     return Seen(
         directive=directive,
@@ -32,12 +33,18 @@ def look(run_dir: RunDir, task: Task, before: Seen, last_attempt: int | None) ->
         held_claim=_claim(run_dir, held),
         ended_as=before.ended_as if is_known else None if attempt == last_attempt else _ended_as(run_dir, attempt),
         is_restarted=any(restart < task.restart for restart in run_dir.restarts(attempt)),
+        is_twin=is_twin,
         reported=_reported_ranks(run_dir, held, task.restart) if held else frozenset(),
     )
 
 
 def _claim(run_dir: RunDir, attempt: int | None) -> Claim | None:
     return read_claim(run_dir.claim(attempt)) if attempt else None
+
+
+def _is_by_this_process(claim: Claim) -> bool:
+    here = (socket.gethostname(), os.getpid(), start_ticks(os.getpid()))
+    return (claim.host, claim.pid, claim.started_ticks) == here
 
 
 def _ended_as(run_dir: RunDir, attempt: int) -> Outcome | None:

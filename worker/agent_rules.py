@@ -58,6 +58,8 @@ class Seen:
     held_claim: Claim | None = None
     ended_as: Outcome | None = None
     is_restarted: bool = False
+    is_twin: bool = False
+    """The claim is that of another process with the very same job, restart and rank."""
     reported: frozenset[int] = frozenset()
     """Ranks whose exit report of this start and the held attempt is there."""
 
@@ -137,6 +139,8 @@ def start_rule(task: Task, seen: Seen, past: Past, asked: Asked, max_relaunches:
     for claim in (seen.claim, seen.held_claim):
         if claim is not None and is_foreign(claim, task):
             return Fenced(f"job {claim.job_id}, restart {claim.restart}, holds the run")
+    if seen.is_twin:
+        return Fenced("another process of this very start holds the run")
     leaving = _leaving(seen, past, asked)
     if leaving is not None:
         return leaving

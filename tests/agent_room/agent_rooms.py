@@ -6,11 +6,10 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import eventually
 from worker.agent_rules import Task
 from worker.contract import config
 from worker.contract.directive import Directive, publish_directive
@@ -19,7 +18,6 @@ from worker.contract.files import publish, read_message
 from worker.contract.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60.0
 
 AGENT = """
 import sys, time
@@ -56,15 +54,6 @@ def left(what):
     return lambda number, frame: leave(21, step=7, saved_step=7, error={"type": "Left", "message": "", "what": what})
 
 """
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """The first true value of ``condition``."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "what was waited for did not come"
-        time.sleep(0.02)
-    return value
 
 
 def is_alive(pid: int) -> bool:
@@ -122,11 +111,10 @@ class Room:
         ]
 
     def start(self, argv: list[str]) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        unset = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONSAFEPATH")
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
         with open(self.path / "agents.log", "a") as log:
-            process = subprocess.Popen(
-                argv, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=log, stderr=subprocess.STDOUT, text=True
-            )
+            process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
         self.agents.append(process)
         return process
 
@@ -148,13 +136,13 @@ class Room:
 
     def noted(self, what: str, **fields: Any) -> dict[str, Any]:
         """The first such note, waited for."""
-        found: list[dict[str, Any]] = wait_for(lambda: self.notes(what, **fields))
+        found: list[dict[str, Any]] = eventually(lambda: self.notes(what, **fields))
         return found[0]
 
     def report(self, attempt: int = 1, restart: int = 0, rank: int = 0) -> ExitReport:
         """An exit report, waited for."""
         path = self.run_dir.exit_report(attempt, restart, rank)
-        report: ExitReport = wait_for(lambda: read_message(path, ExitReport))
+        report: ExitReport = eventually(lambda: read_message(path, ExitReport))
         return report
 
     def close(self) -> None:
@@ -162,4 +150,4 @@ class Room:
             agent.kill()
             agent.wait()
         for note in self.notes("started"):
-            wait_for(lambda pid=note["pid"]: not is_alive(pid))
+            eventually(lambda pid=note["pid"]: not is_alive(pid))

@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 
-from agent_rooms import ROOT, Room, is_alive, wait_for
+from agent_rooms import ROOT, Room, is_alive
 
+from tests.waiting import eventually
 from worker.contract.claim import read_claim
 from worker.contract.exit_report import Outcome
 
@@ -47,9 +48,9 @@ def test_without_an_answer_the_agent_leaves_when_its_patience_is_over(room: Room
 def test_the_first_start_waits_for_its_directive(room: Room) -> None:
     room.trainer(1, "leave(0)")
     agent = room.agent()
-    wait_for(lambda: room.said("no directive yet"))
+    eventually(lambda: room.said("no directive yet"))
     room.run_dir.directive.write_text('{"format": 99}')
-    wait_for(lambda: room.said("cannot see the run"))
+    eventually(lambda: room.said("cannot see the run"))
     room.direct(1)
     assert agent.wait() == 0
     assert room.report().outcome is Outcome.DONE
@@ -118,7 +119,7 @@ def test_a_killed_agent_leaves_no_trainer(room: Room) -> None:
     agent = room.agent()
     trainer = room.noted("ready")["pid"]
     agent.kill()
-    wait_for(lambda: not is_alive(trainer))
+    eventually(lambda: not is_alive(trainer))
 
 
 def test_an_agent_whose_parent_dies_ends_its_trainer_and_leaves(room: Room) -> None:
@@ -132,7 +133,7 @@ def test_an_agent_whose_parent_dies_ends_its_trainer_and_leaves(room: Room) -> N
     assert report.outcome is Outcome.ENDED
     assert report.error is not None
     assert report.error.what == "parent_died"
-    wait_for(lambda: not is_alive(started["pid"]) and not is_alive(started["ppid"]))
+    eventually(lambda: not is_alive(started["pid"]) and not is_alive(started["ppid"]))
 
 
 def test_what_a_trainer_started_ends_with_it(room: Room) -> None:
@@ -143,7 +144,7 @@ def test_what_a_trainer_started_ends_with_it(room: Room) -> None:
     room.agent()
     room.report()
     worker = room.noted("forked")["worker"]
-    wait_for(lambda: not is_alive(worker))
+    eventually(lambda: not is_alive(worker))
 
 
 def test_a_trainer_finds_its_place_in_the_world_and_our_packages(room: Room) -> None:

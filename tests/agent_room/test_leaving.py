@@ -6,8 +6,10 @@ import signal
 import sys
 from pathlib import Path
 
-from agent_rooms import Room, is_alive, wait_for
+import pytest
+from agent_rooms import Room, is_alive
 
+from tests.waiting import eventually
 from worker.contract.claim import read_claim
 from worker.contract.exit_report import ExitReport, Outcome
 
@@ -46,7 +48,7 @@ def test_a_preempted_agent_lets_the_trainer_save_asks_for_one_requeue_and_stays(
     agent.terminate()
     report = room.report()
     assert (report.outcome, what(report), report.saved_step) == (Outcome.LEFT, "preempted", 7)
-    wait_for(lambda: requeues(room.path))
+    eventually(lambda: requeues(room.path))
     agent.terminate()
     room.direct(2)
     room.advance(500)
@@ -82,7 +84,7 @@ def test_the_requeue_waits_until_every_rank_has_reported(room: Room) -> None:
     assert requeues(room.path) == []
     (room.path / "go").touch()
     assert room.report(rank=1).outcome is Outcome.LEFT
-    wait_for(lambda: requeues(room.path))
+    eventually(lambda: requeues(room.path))
     assert requeues(room.path) == [["rank-0.exit.json", "rank-1.exit.json"]]
 
 
@@ -94,11 +96,11 @@ def test_the_requeue_does_not_wait_for_ever_and_a_trainer_that_ignores_sigterm_i
     agent.terminate()
     room.noted("term")
     room.advance(61)
-    wait_for(lambda: len(room.notes("term")) == 2)
+    eventually(lambda: len(room.notes("term")) == 2)
     room.advance(11)
     report = room.report()
     assert (report.outcome, what(report), report.signal) == (Outcome.LEFT, "preempted", signal.SIGKILL)
-    wait_for(lambda: requeues(room.path))
+    eventually(lambda: requeues(room.path))
 
 
 def test_a_failed_requeue_changes_nothing(room: Room) -> None:
@@ -107,7 +109,7 @@ def test_a_failed_requeue_changes_nothing(room: Room) -> None:
     agent = room.agent(requeue=["/no/such/program"])
     room.noted("ready")
     agent.terminate()
-    wait_for(lambda: room.said("the requeue failed"))
+    eventually(lambda: room.said("the requeue failed"))
     room.direct(1, stop="now")
     assert agent.wait() == 0
 
@@ -196,9 +198,9 @@ def test_a_frozen_trainer_leaves_its_stacks_and_is_ended(room: Room) -> None:
     room.direct(1)
     agent = room.agent()
     trainer = room.noted("ready")["pid"]
-    wait_for(lambda: "(stopped)" in Path(f"/proc/{trainer}/status").read_text())
+    eventually(lambda: "(stopped)" in Path(f"/proc/{trainer}/status").read_text())
     room.direct(2, cause="hang")
-    wait_for(lambda: "in stuck" in room.run_dir.stacks(1, 0, 0).read_text())
+    eventually(lambda: "in stuck" in room.run_dir.stacks(1, 0, 0).read_text())
     room.advance(6)
     assert room.noted("term")["stacks"] > 0
     room.advance(11)
@@ -230,7 +232,7 @@ def test_when_one_rank_dies_the_other_is_ended_and_both_come_back(room: Room) ->
     os.kill(room.noted("ready", rank=1)["pid"], signal.SIGKILL)
     dead = room.report(rank=1)
     assert (dead.outcome, dead.signal) == (Outcome.CRASHED, signal.SIGKILL)
-    wait_for(lambda: room.said("the trainers of ranks [1] ended"))
+    eventually(lambda: room.said("the trainers of ranks [1] ended"))
     room.advance(11)
     room.noted("term")
     room.advance(11)
@@ -251,7 +253,7 @@ def test_other_ranks_wait_for_the_claim_of_rank_0(room: Room) -> None:
         room.trainer(1, "while not (room / 'go').exists(): time.sleep(0.02)\nleave(0)", rank)
     room.direct(1)
     second = room.agent(rank=1, world=2)
-    wait_for(lambda: room.said("waiting for rank 0's claim"))
+    eventually(lambda: room.said("waiting for rank 0's claim"))
     assert room.notes("started") == []
     first = room.agent(rank=0, world=2)
     for rank in (0, 1):
@@ -280,7 +282,7 @@ def test_a_waiting_zombie_is_fenced_too_even_when_a_new_attempt_is_free(room: Ro
     room.report()
     heir = room.agent(restart=1)
     assert zombie.wait() == 0
-    wait_for(lambda: room.said("ended as verdict, waiting for a newer directive"))
+    eventually(lambda: room.said("ended as verdict, waiting for a newer directive"))
     room.trainer(2, "leave(0)")
     room.direct(2)
     assert heir.wait() == 0
@@ -288,13 +290,14 @@ def test_a_waiting_zombie_is_fenced_too_even_when_a_new_attempt_is_free(room: Ro
     assert len(room.notes("started", attempt=1)) == 1
 
 
-def test_another_job_leaves_and_touches_nothing(room: Room) -> None:
+@pytest.mark.parametrize("twin", [{"job_id": "8"}, {}], ids=["another job", "the same start"])
+def test_whoever_else_comes_leaves_and_touches_nothing(room: Room, twin: dict[str, str]) -> None:
     room.trainer(1, SAVES_ON_TERM)
     room.direct(1)
     room.agent()
     room.noted("ready")
     before = sorted(room.run_dir.attempts.rglob("*"))
-    assert room.agent(job_id="8").wait() == 0
+    assert room.agent(**twin).wait() == 0
     assert sorted(room.run_dir.attempts.rglob("*")) == before
     assert len(room.notes("started")) == 1
 
@@ -307,7 +310,7 @@ def test_a_restart_goes_on_by_itself_or_waits_as_the_directive_says(room: Room) 
     room.noted("ready")
     first.kill()
     second = room.agent(restart=1)
-    wait_for(lambda: room.said("attempt 1 was interrupted"))
+    eventually(lambda: room.said("attempt 1 was interrupted"))
     second.kill()
     room.direct(1, on_requeue="continue")
     third = room.agent(restart=2)

@@ -70,6 +70,7 @@ STARTS = [
         Asked(),
         Fenced,
     ),
+    ("its twin's", TASK, seen(is_twin=True), Past(), Asked(), Fenced),
     ("its own", TASK, seen(), Past(), Asked(), StartTrainer),
     ("its own, other rank", OTHER, seen(), Past(), Asked(), StartTrainer),
     ("ended before", TASK, seen(ended_as=Outcome.CRASHED), Past(), Asked(), Wait),
