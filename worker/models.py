@@ -1,5 +1,6 @@
 """What is trained: a model and its tokenizer, from a folder, the hub, or a description in the configuration."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,8 @@ def build_model(config: Config, tokenizer: Any = None, base: Path = Path()) -> P
     """The model of ``config``, ready to train: the same on every rank and at every start, without a cache.
 
     Relative folders are taken from ``base``.  Raises ModelError, also where ``tokenizer`` has more tokens than the
-    model; leaves the global random state as it was.
+    model, or ``data.pack`` is set and the model would let packed documents see each other.  Leaves the global random
+    state as it was.
     """
     _refuse_half_weights(config)
     with torch.random.fork_rng(devices=[]):
@@ -46,7 +48,30 @@ def build_model(config: Config, tokenizer: Any = None, base: Path = Path()) -> P
     if tokenizer is not None and len(tokenizer) > rows:
         key = "model.path" if config.model.path else "model.config.vocab_size"
         raise ModelError(f"{key}: the model knows {rows} tokens and the tokenizer makes {len(tokenizer)}")
+    # flash attention runs on no CPU, where the model is now; it takes documents apart by their positions itself
+    if config.data.pack and config.model.attention != "flash_attention_2" and not isolates_documents(model):
+        kind = model.config.model_type
+        raise ModelError(f"data.pack: in a {kind} model packed documents see each other; set data.pack: false")
     return model
+
+
+@torch.no_grad()
+def isolates_documents(model: PreTrainedModel) -> bool:
+    """Whether a packed document is blind to the one before it: asked of the model, because many ignore positions.
+
+    Two samples differ in their first document only, so the second must come out the same.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    was_training = model.training
+    model.train(False)
+    try:
+        samples = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [3, 2, 1, 0, 0, 1, 2, 3]])
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(2, -1)
+        first, second = model(input_ids=samples, position_ids=positions, use_cache=False).logits[:, 4:].float()
+    finally:
+        model.train(was_training)
+    return bool((first - second).abs().max() <= 1e-4 * first.abs().max())
 
 
 def _refuse_half_weights(config: Config) -> None:
@@ -160,5 +185,7 @@ def _one_line(what: str, hint: str = "") -> Iterator[None]:
         said = str(error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error)
         said = " ".join(said.split())
         said = said.split(" Should contain one of ")[0].split(" Model type should be one of ")[0]
+        if "does not support an attention implementation" in said:
+            said = f"{said.split(' yet. Please ')[0]}; set model.attention: eager"
         why = hint if hint.endswith(")") else f"{hint}{said or type(error).__name__}"
         raise ModelError(f"{what}: {why:.300}") from None

@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.recipe_room.recipes import LLAMA, configured
-from worker.models import ModelError, build_model, build_tokenizer, byte_tokenizer
+from worker.models import ModelError, build_model, build_tokenizer, byte_tokenizer, isolates_documents
 
 
 def weights(model: torch.nn.Module) -> bytes:
@@ -90,6 +90,35 @@ class TestFromConfig:
     def test_an_attention_that_is_not_installed(self) -> None:
         model = {"config": LLAMA, "attention": "flash_attention_2"}
         assert "FlashAttention2" in error_of(build_model, configured(model))
+
+
+class TestIsolation:
+    OPT: ClassVar = {
+        "model_type": "opt", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "ffn_dim": 64, "word_embed_proj_dim": 32,
+    }  # fmt: skip
+    MAMBA: ClassVar = {"model_type": "mamba", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2}
+
+    @pytest.mark.parametrize(("config", "attention"), [(OPT, "sdpa"), (OPT, "eager"), (MAMBA, "eager")])
+    def test_models_in_which_packed_documents_see_each_other(self, config: dict[str, Any], attention: str) -> None:
+        model = {"config": config, "attention": attention}
+        message = error_of(build_model, configured(model))
+        assert message.startswith(f"data.pack: in a {config['model_type']} model")
+        assert not isolates_documents(build_model(configured(model, {"pack": False})))
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_models_in_which_they_do_not(self, attention: str) -> None:
+        model = build_model(configured({"config": LLAMA, "attention": attention}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        model.train()
+        assert isolates_documents(model)
+        assert model.training
+
+    def test_an_attention_that_the_model_does_not_have(self) -> None:
+        message = error_of(build_model, configured({"config": self.MAMBA, "attention": "sdpa"}))
+        assert message.endswith("; set model.attention: eager")
 
 
 class TestHalfWeights:
