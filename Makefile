@@ -1,0 +1,38 @@
+# Everything a fresh machine needs: Python 3.11, gcc, git, make. `make demo` and `make test` do the rest.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint slurm clean
+
+help:
+	@echo "make demo   a real training run that spikes, rolls back and finishes, on this machine"
+	@echo "make test   all tests, the ones on a real Slurm too"
+	@echo "make lint   ruff, mypy --strict, import-linter"
+
+# `pip install torch` alone would bring several GB of CUDA; the constraints file pins what is tested.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: .venv/ready
+	rm -rf runs/demo
+	$(BIN)/higgsfield run configs/demo.yaml
+
+# Where we are root and find apt, the Debian packages of Slurm are installed; elsewhere their tests say what is missing.
+slurm:
+	@sh tests/install_slurm.sh
+
+test: .venv/ready slurm
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
