@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 def attach(trainer: Trainer, context: Context) -> Attached:
     """Add everything to ``trainer``; then call ``trainer.train(resume_from_checkpoint=...)`` with the chosen folder.
 
-    The Trainer needs ``max_steps`` and a map-style data set; its sampler becomes ours. SIGTERM and SIGUSR2 are flags
+    The Trainer needs a map-style data set; its sampler becomes ours. SIGTERM and SIGUSR2 are flags
     from here on.
     """
     args = trainer.args
@@ -120,7 +120,7 @@ class StepsCallback(TrainerCallback):
         if attached.segment is not None:
             attached.segment.begin(start)
             attached.segment.note(**evaluated_at(state))
-        if state.global_step >= args.max_steps:
+        if state.global_step >= state.max_steps:
             raise AlreadyTrainedError
         self._tap.begin()
         attached.heart.beat("training", state.global_step)
@@ -221,7 +221,7 @@ class StepsCallback(TrainerCallback):
         save_checkpoint(self._attached, original, model, trial)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._asked > Ask.SAVE and state.global_step < args.max_steps:
+        if self._asked > Ask.SAVE and state.global_step < state.max_steps:
             self._leave()
         if self._asked is Ask.SAVE and self._attached.files is not None:
             self._attached.files.saved()

@@ -53,7 +53,7 @@ class Attached:
     def settings(self) -> Settings:
         """What may not change between a checkpoint and its resume."""
         return Settings(
-            max_steps=self.trainer.args.max_steps,
+            max_steps=self.trainer.state.max_steps,
             seed=self.trainer.args.seed,
             global_batch=self.order.global_batch,
             data_digest=self.context.data_digest,

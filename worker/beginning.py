@@ -3,15 +3,18 @@
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from worker import world
 from worker.attached import Attached, versions
 from worker.checkpoints import DETECTOR, EMA
-from worker.contract.directive import scale_at
+from worker.contract.directive import Directive, scale_at
 from worker.contract.loss_history import Probe
 from worker.contract.loss_history import Start as SegmentStart
+from worker.contract.run_dir import checkpoint_step
 from worker.ema import Ema
+from worker.guard import innermost
 from worker.leaving import RefusedError
 from worker.probe import probe_loss
 from worker.randomness import random_digest
@@ -25,13 +28,12 @@ _log = logging.getLogger(__name__)
 def begin(attached: Attached, peaks: Sequence[float]) -> SegmentStart:
     """Make the Trainer, just loaded, ready for its next step; RefusedError or ProofError where it is not.
 
-    ``peaks`` are the configured rates of the optimizer's groups.
+    ``peaks`` are the configured rates of the optimizer's groups. Where the directive says so, an attempt that begins
+    from another one's checkpoint leaves its moments behind.
     """
     trainer, context = attached.trainer, attached.context
     done = trainer.state.global_step
-    rate_after = hold_rates(
-        trainer.optimizer, trainer.lr_scheduler, peaks, lambda step: scale_at(context.directive, step)
-    )
+    rate_after = hold_rates(trainer.optimizer, trainer.lr_scheduler, peaks, partial(applied_scale, context.directive))
     if context.config.ema is not None:
         attached.average = Ema(trainer.model, context.config.ema)
     if context.chosen is not None:
@@ -40,7 +42,16 @@ def begin(attached: Attached, peaks: Sequence[float]) -> SegmentStart:
     if context.chosen is not None:
         _prove(attached, context.chosen, start)
     prove("learning rate", start.lr_expected, start.lr)
+    if context.directive.reset_moments and context.chosen and context.chosen.manifest.attempt != context.start.attempt:
+        innermost(trainer.optimizer).state.clear()
     return start
+
+
+def applied_scale(directive: Directive, step: int) -> float:
+    """The directive's scale for the update that makes ``step``, warmed up again from where the attempt begins."""
+    begin = checkpoint_step(directive.resume_from or "") or 0
+    rewarmed = min(1.0, (step - begin) / directive.rewarm_steps) if directive.rewarm_steps else 1.0
+    return scale_at(directive, step) * rewarmed
 
 
 def _restore(attached: Attached, chosen: Chosen) -> None:
@@ -62,7 +73,7 @@ def _stated(attached: Attached, lr_expected: float) -> SegmentStart:
     return SegmentStart(
         checkpoint=chosen.folder.name if chosen else None,
         digest=chosen.digest if chosen else None,
-        max_steps=trainer.args.max_steps,
+        max_steps=trainer.state.max_steps,
         lr=float(trainer.optimizer.param_groups[0]["lr"]),
         lr_expected=lr_expected,
         optimizer_steps=optimizer_steps(trainer.optimizer, _schedule_steps(trainer)),

@@ -4,34 +4,38 @@ Computed at each save and again at the resume, it proves weights, model and data
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from transformers import Trainer
 
 from worker.randomness import random_states_aside
 
+_NUM_SAMPLES = 4
+
 
 def probe_loss(trainer: Trainer) -> float | None:
-    """The loss on the first samples of the training data; None where it is not finite."""
-    model = trainer.model
+    """The mean loss on the first samples of the training data, one by one; None where it is not finite.
+
+    One by one, so that it needs little memory and is the same whatever the batch size and the number of ranks.
+    """
+    model, samples = trainer.model, cast(Sequence[Any], trainer.train_dataset)
     was_training = model.training
     with random_states_aside(), torch.no_grad():
         model.eval()
         try:
-            inputs = trainer._prepare_inputs(_fixed_batch(trainer))
-            with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
-                loss = float(trainer.compute_loss(model, inputs))
+            losses = [_loss_on(trainer, samples[index]) for index in range(min(_NUM_SAMPLES, len(samples)))]
         finally:
             model.train(was_training)
+    loss = sum(losses) / len(losses)
     return loss if math.isfinite(loss) else None
 
 
-def _fixed_batch(trainer: Trainer) -> dict[str, Any]:
-    samples: Any = trainer.train_dataset
-    size = min(trainer.args.per_device_train_batch_size, len(samples))
-    batch: dict[str, Any] = trainer.data_collator([samples[index] for index in range(size)])
-    return batch
+def _loss_on(trainer: Trainer, sample: Any) -> float:
+    inputs = trainer._prepare_inputs(trainer.data_collator([sample]))
+    with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
+        return float(trainer.compute_loss(trainer.model, inputs))
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:

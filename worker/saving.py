@@ -89,7 +89,7 @@ def _manifest(attached: Attached, folder: Path, probe: float | None) -> Manifest
         world_size=world.world_size(),
         batch_size=trainer.args.train_batch_size,
         gradient_accumulation=trainer.args.gradient_accumulation_steps,
-        max_steps=trainer.args.max_steps,
+        max_steps=trainer.state.max_steps,
         seed=trainer.args.seed,
         config_digest=config_digest(context.config),
         data_digest=context.data_digest,

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -105,9 +106,9 @@ def _dump_stacks_on_request(path: Path) -> None:
 def train(run: RunDir, start: Start, progress: Progress) -> None:
     """Train one rank to the last step and publish ``final/``; raises what ends it earlier."""
     config = configuration.read(run.config)
-    _log_to(run.train_log if start.rank == 0 else None)
+    _log_to_stderr(start)
     Heart(run.pulse(start.attempt, start.restart, start.rank)).beat("starting", 0)
-    _set_threads(start, config)
+    _set_threads(os.environ)
     world.join_world(run, start, os.environ)
     directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
@@ -133,21 +134,17 @@ def _where_to_begin(run: RunDir, start: Start) -> tuple[Directive, Chosen | None
     return directive, choose(run, start.attempt, directive.resume_from, sizes_only=start.same_allocation)
 
 
-def _set_threads(start: Start, config: configuration.Config) -> None:
-    """Several ranks on a host share its cores as they were asked for; OMP_NUM_THREADS beats that."""
-    if start.world > 1 and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(config.cluster.cpus_per_task)  # accelerate would warn, and guess
-        torch.set_num_threads(config.cluster.cpus_per_task)
+def _set_threads(environment: Mapping[str, str]) -> None:
+    """Use as many threads as the environment says, also where torch was imported before it said so."""
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
 
 
-def _log_to(path: Path | None) -> None:
-    """Log lines to stderr, and rank 0's to logs/train.log too."""
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
-    logging.basicConfig(level=logging.WARNING, handlers=handlers, format="%(asctime)s %(message)s", force=True)
-    _log.setLevel(logging.INFO if path is not None else logging.WARNING)
+def _log_to_stderr(start: Start) -> None:
+    """Log to stderr, which the agent sends to logs/train.log; the other ranks only what is wrong."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", force=True)
+    _log.setLevel(logging.INFO if start.rank == 0 else logging.WARNING)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 

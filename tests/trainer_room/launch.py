@@ -5,11 +5,13 @@ answers its return code, as in subprocess, or null.
 """
 
 import json
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +21,9 @@ import worker.attach
 import worker.saving
 import worker.train
 from worker.attached import Attached
+from worker.contract import config as configuration
+from worker.contract.run_dir import RunDir
+from worker.setup import build_trainer
 
 
 def serve() -> None:
@@ -49,8 +54,26 @@ def _train(request: dict[str, Any]) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environment"])
     sys.argv = ["worker.train", *request["argv"]]
+    if request["faults"].get("is_plain"):
+        _train_plainly(RunDir(Path(request["argv"][0])))
     inject(request["faults"])
     worker.train.main()
+
+
+def _train_plainly(run: RunDir) -> NoReturn:
+    """The Trainer alone, with the same settings, until a loss is not finite; then its weights, in plain.json."""
+    trainer, _ = build_trainer(run, configuration.read(run.config), Path.cwd())
+    ending = UntilNotFinite()
+    trainer.add_callback(ending)
+    trainer.train()
+    finite = bool(torch.stack([torch.isfinite(one).all() for one in trainer.model.parameters()]).all())
+    (run.path / "plain.json").write_text(json.dumps({"step": trainer.state.global_step, "weights_finite": finite}))
+    os._exit(0)
+
+
+class UntilNotFinite(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        control.should_training_stop = not math.isfinite(logs.get("loss", 0.0))
 
 
 def inject(faults: dict[str, Any]) -> None:

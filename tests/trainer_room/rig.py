@@ -37,9 +37,9 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_config(text: Path, /, **sections: dict[str, Any]) -> Config:
+def tiny_config(text: Path, /, **sections: dict[str, Any] | None) -> Config:
     """Twelve steps of a tiny Llama; a section given here is laid over that."""
-    fields: dict[str, dict[str, Any]] = {
+    fields: dict[str, Any] = {
         "run": {"name": "tiny", "seed": 7},
         "model": {"config": TINY},
         "data": {"train": str(text), "tokenizer": "bytes", "max_tokens": 32},
@@ -54,7 +54,7 @@ def tiny_config(text: Path, /, **sections: dict[str, Any]) -> Config:
         "checkpoint": {"every_steps": 4, "keep": 9},
     }
     for name, section in sections.items():
-        fields[name] = {**fields.get(name, {}), **section}
+        fields[name] = None if section is None else {**fields.get(name, {}), **section}
     return Config.model_validate(fields)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer_room.rig import Rig, weights
+from tests.trainer_room.rig import TINY, Rig, weights
 from worker.checkpoints import digest_of
 from worker.contract.files import publish_message
 from worker.contract.manifest import MANIFEST, Manifest, complete_manifest
@@ -79,24 +79,30 @@ def test_two_ranks_resume_bitwise(make_rig: Callable[..., Rig]) -> None:
     same_end(undisturbed, disturbed)
 
 
-def test_one_rank_goes_on_where_two_were_with_the_same_samples(make_rig: Callable[..., Rig]) -> None:
-    two = make_rig(training={"batch_size": 2})
-    two.start(world=2, pause_at=[5])
-    two.pauses(5)
-    two.is_killed()
-    one = make_rig("one", training={"batch_size": 4})
-    (two.run.checkpoint(4)).rename(_in(one))
-    one.direct(resume_from="checkpoint-4")
-    one.finish()
-    undisturbed = make_rig("undisturbed")
+def test_two_ranks_then_one_then_two_train_on_the_same_samples(make_rig: Callable[..., Rig]) -> None:
+    without_dropout = {"config": {**TINY, "attention_dropout": 0.0}}
+    undisturbed = make_rig("undisturbed", model=without_dropout)
     undisturbed.finish()
-    for found, expected in zip(one.losses(), undisturbed.losses()[4:], strict=True):
-        assert found == pytest.approx(expected, rel=1e-3)
+    before, losses = None, []
+    for part, (world, pause) in enumerate([(2, 5), (1, 9), (2, None)]):
+        rig = make_rig(f"part-{part}", model=without_dropout, training={"batch_size": 4 // world})
+        if before is not None:
+            before.run.checkpoint(4 * part).rename(_in(rig, 4 * part))
+            rig.direct(resume_from=f"checkpoint-{4 * part}")
+        rig.start(world=world, pause_at=[pause])
+        if pause is None:
+            rig.ends(0)
+        else:
+            rig.pauses(pause)
+            rig.is_killed()
+        losses += rig.losses()[: 4 if pause else None]
+        before = rig
+    assert losses == pytest.approx(undisturbed.losses(), rel=1e-4)
 
 
-def _in(rig: Rig) -> Path:
+def _in(rig: Rig, step: int = 4) -> Path:
     rig.run.checkpoints.mkdir()
-    return rig.run.checkpoint(4)
+    return rig.run.checkpoint(step)
 
 
 def test_a_bad_newest_checkpoint_is_passed_over_and_out_of_the_way(make_rig: Callable[..., Rig]) -> None:
@@ -238,3 +244,21 @@ def test_a_kill_within_a_save_leaves_a_checkpoint_to_go_on_from(make_rig: Callab
     undisturbed = make_rig("undisturbed")
     undisturbed.finish()
     same_end(undisturbed, rig)
+
+
+def test_moments_are_dropped_and_the_rate_warmed_up_again_where_that_is_asked_for(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.start(pause_at=[5])
+    rig.pauses(5)
+    rig.is_killed()
+    rig.direct(attempt=2, resume_from="checkpoint-4", reset_moments=True, rewarm_steps=4)
+    rig.start(attempt=2, pause_at=[9])
+    rig.pauses(9)
+    rig.is_killed()
+    rig.finish(attempt=2, restart=1)
+    undisturbed = make_rig("undisturbed")
+    undisturbed.finish()
+    configured = {record.step: record.lr for record in undisturbed.history()}
+    for record in rig.history()[4:]:
+        assert record.lr == pytest.approx(configured[record.step] * min(1.0, (record.step - 4) / 4), rel=1e-12)
+    assert complete_manifest(rig.run.checkpoint(12)).optimizer_steps == 8

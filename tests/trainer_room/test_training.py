@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer_room.rig import Rig, weights
+from tests.trainer_room.rig import TINY, Rig, weights
 from worker.contract.claim import Claim
 from worker.contract.files import publish_message
 from worker.contract.loss_history import last_record
@@ -79,6 +79,11 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(make_rig: Callable[..
     assert complete_manifest(rig.run.checkpoint(12)).weights_finite
     assert complete_manifest(rig.run.checkpoint(12)).optimizer_steps == 11
     assert all(math.isfinite(record.loss or math.nan) for record in records)
+    json.loads((rig.run.checkpoint(8) / "trainer_state.json").read_text(), parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
 
 
 def test_two_ranks_skip_together_and_name_the_one_that_was_not_finite(make_rig: Callable[..., Rig]) -> None:
@@ -163,7 +168,8 @@ def test_a_run_that_is_somebody_elses_by_now_gets_nothing_more(make_rig: Callabl
 
 
 def test_retention_goes_by_step_and_health(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(checkpoint={"every_steps": 1, "keep": 2, "keep_healthy": 1, "keep_every": 5, "healthy_after": 3})
+    rules = {"every_steps": 1, "keep": 2, "keep_healthy": 1, "keep_every": 5, "healthy_after": 3}
+    rig = make_rig(checkpoint=rules, training={"precision": "bf16"})
     rig.direct(pinned=(2,))
     rig.finish()
     assert rig.run.checkpoint_steps() == [2, 5, 9, 10, 11, 12]
@@ -220,3 +226,32 @@ def test_sigusr1_writes_the_stacks(make_rig: Callable[..., Rig]) -> None:
     rig.goes_on(1)
     rig.ends(0)
     assert "on_step_end" in rig.run.stacks(1, 0, 0).read_text()
+
+
+EXPLOSIVE = {
+    "run": {"name": "explosive", "seed": 2},
+    "model": {"config": {**TINY, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}},
+    "data": {"train": "stdlib", "max_tokens": 128},
+    "training": {
+        "max_steps": 260,
+        "batch_size": 8,
+        "optimizer": {"name": "sgd", "learning_rate": 3.0, "momentum": 0.9},
+        "schedule": {"warmup": 240},
+        "max_grad_norm": None,
+    },
+    "ema": None,
+    "checkpoint": {"every_steps": 10},
+}
+
+
+def test_where_the_plain_trainer_ends_in_nan_ours_stops_with_a_verdict(make_rig: Callable[..., Rig]) -> None:
+    plain, ours = make_rig("plain", **EXPLOSIVE), make_rig("ours", **EXPLOSIVE)
+    plain.finish(is_plain=True)
+    assert json.loads((plain.run.path / "plain.json").read_text())["weights_finite"] is False
+    ours.finish(20)
+    last = ours.history()[-1]
+    assert last.is_acted
+    assert last.onset_step is not None
+    assert last.onset_step > 20
+    assert all(complete_manifest(ours.run.checkpoint(step)).weights_finite for step in ours.run.checkpoint_steps())
+    assert max(ours.run.checkpoint_steps()) <= last.step
