@@ -11,7 +11,9 @@ import pytest
 from agent_rooms import Room
 
 from worker import agent
+from worker.agent_rules import StartTrainer
 from worker.child import Child, log_tail
+from worker.contract import config
 from worker.contract.exit_report import Outcome
 from worker.start import Start
 
@@ -59,6 +61,37 @@ def test_the_tail_of_a_log_begins_where_it_is_told_and_is_short(tmp_path: Path) 
     log.write_bytes(b"before\n" + b"".join(b"%d\n" % number for number in range(300)) + b"\xff end\n")
     assert log_tail(log, 7, 3).splitlines() == ["298", "299", "\ufffd end"]
     assert log_tail(log, log.stat().st_size, 3) == ""
+
+
+def test_a_trainer_may_get_the_schedulers_signal_before_its_agent_does(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = []
+
+    class Watched(Child):
+        def poll(self) -> int | None:
+            code = super().poll()
+            if code is not None:
+                over.append(code)
+            return code
+
+    def sleep(seconds: float) -> None:
+        if over:  # the agent knows that its trainer died, and only now its own signal comes
+            one._note(signal.SIGTERM, None)
+        patient()(seconds)
+
+    monkeypatch.setattr(agent, "Child", Watched)
+    dying = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"]
+    room.direct(1)
+    one = agent.Agent(room.run_dir, room.task(), lambda run_dir, start: dying, time.monotonic, sleep)
+    one.config = config.read(room.run_dir.config)
+    move = one.next_move()
+    assert isinstance(move, StartTrainer)
+    one.train(move.directive)
+    report = room.report(1)
+    assert report.outcome is Outcome.LEFT
+    assert report.error is not None
+    assert report.error.what == "preempted"
 
 
 def test_an_agent_whose_trainer_survives_sigkill_leaves_and_starts_no_other(
