@@ -18,7 +18,7 @@ _WORDS = {
     "REQUEUE_HOLD": JobState.HELD,
     "SPECIAL_EXIT": JobState.HELD,
 }
-_HELD = re.compile(r"JobHeld|held state|requeued held|^job_requeued_in_held", re.IGNORECASE)
+_HELD = re.compile(r"JobHeld|held[ _]state|requeued[ _]held", re.IGNORECASE)
 _NO_TIME = frozenset({"", "UNLIMITED", "PARTITION_LIMIT", "INVALID", "UNKNOWN", "N/A", "NONE", "NOT_SET", "(NULL)"})
 _DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _STEP = re.compile(r"\.[a-z0-9]+\+?$")

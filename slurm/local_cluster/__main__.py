@@ -50,8 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(arguments: argparse.Namespace) -> int:
     """Start a cluster that stays until `down`."""
-    started = cluster.up(arguments.folder.absolute(), arguments.nodes)
-    print(f"export SLURM_CONF={started.conf}")
+    print(f"export SLURM_CONF={cluster.up(arguments.folder.absolute(), arguments.nodes)}")
     return 0
 
 

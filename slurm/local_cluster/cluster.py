@@ -125,8 +125,8 @@ def running(nodes: int = 3) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def up(folder: Path, nodes: int = 3) -> Cluster:
-    """Start a cluster that stays until `down`."""
+def up(folder: Path, nodes: int = 3) -> Path:
+    """Start a cluster that stays until `down`; the answer is its slurm.conf."""
     if folder.exists() and any(folder.iterdir()):
         raise ClusterError(f"{folder} is not empty; is a cluster up in it? `down` ends it")
     cluster = _boot(folder, nodes, detached=True)
@@ -137,7 +137,8 @@ def up(folder: Path, nodes: int = 3) -> Cluster:
     except ClusterError:
         _end(cluster.keeper)
         raise
-    return cluster
+    cluster.keeper.returncode = 0  # It outlives us: Popen need not wait for it.
+    return cluster.conf
 
 
 def down(folder: Path) -> None:
@@ -159,6 +160,9 @@ def _boot(folder: Path, nodes: int, detached: bool) -> Cluster:
     missing = configuration.missing_packages()
     if missing:
         raise ClusterError(f"a local Slurm needs Debian packages that are not installed: {' '.join(missing)}")
+    unfit = configuration.unfit(folder)
+    if unfit:
+        raise ClusterError(f"no cluster in {str(folder)!r}: {unfit}")
     layout = configuration.plan(folder, nodes)
     configuration.write(layout)
     argv = [sys.executable, "-m", "slurm.local_cluster.keeper", str(folder), *(["--detached"] if detached else [])]

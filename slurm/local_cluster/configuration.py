@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import shutil
 import socket
 from contextlib import ExitStack
@@ -19,6 +20,8 @@ PACKAGES = {
 }
 """Programs that a cluster needs, and the Debian packages that they come in."""
 CPUS_PER_NODE = 2
+MAX_FOLDER = 107 - len("/n100/n100_4294967295.4294967291")
+"""A step daemon's socket is <node>/<node>_<job>.<step> below it, and a socket's name has 107 letters at most."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,15 @@ def missing_packages() -> list[str]:
     return sorted({package for name, package in PACKAGES.items() if program(name) is None})
 
 
+def unfit(folder: Path) -> str | None:
+    """Why a cluster cannot live in this folder, or None."""
+    if not re.fullmatch(r"/[A-Za-z0-9_./-]+", str(folder)):
+        return "slurm.conf cannot carry its name; use letters, digits, '_', '.' and '-'"
+    if len(str(folder)) > MAX_FOLDER:
+        return f"its name has more than {MAX_FOLDER} letters, and Slurm makes sockets below it"
+    return None
+
+
 def plan(folder: Path, nodes: int) -> Layout:
     """A layout on ports that are free now."""
     return Layout(folder, tuple(f"n{number}" for number in range(1, nodes + 1)), _free_ports(nodes + 1))
@@ -62,18 +74,34 @@ def _free_ports(count: int) -> tuple[int, ...]:
 
 def write(layout: Layout) -> None:
     """Make the folder with its configuration and its own munge key."""
-    for name in ("state", "spool", "log"):
+    for name in ("state", "log", *layout.node_names):
         (layout.folder / name).mkdir(parents=True)
     layout.folder.chmod(0o700)
     key = layout.folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
-    layout.conf.write_text(slurm_conf(layout, getpass.getuser(), socket.gethostname()), encoding="utf-8")
+    layout.conf.write_text(
+        slurm_conf(layout, getpass.getuser(), socket.gethostname(), name_is_loopback()), encoding="utf-8"
+    )
 
 
-def slurm_conf(layout: Layout, user: str, host: str) -> str:
+def name_is_loopback() -> bool:
+    """Does this machine's name stand for 127.0.0.1?
+
+    Slurm's daemons listen either everywhere or where the machine's name points to. Only 127.0.0.1 is also the address
+    that a connection over loopback comes from, so with 127.0.1.1 srun would wait for its tasks in vain.
+    """
+    try:
+        return socket.gethostbyname(socket.gethostname()) == "127.0.0.1"
+    except OSError:
+        return False
+
+
+def slurm_conf(layout: Layout, user: str, host: str, loopback: bool) -> str:
     """The text of slurm.conf: quick to notice a dead node, slow to forget a job, preempting `low` for `high`."""
     folder, names = layout.folder, layout.node_names
+    # Without it the daemons listen everywhere, where munge's key, which is in the folder alone, keeps others out.
+    listen = "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny" if loopback else ""
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} State=UNKNOWN"
         for name, port in zip(names, layout.ports[1:], strict=True)
@@ -83,14 +111,14 @@ def slurm_conf(layout: Layout, user: str, host: str) -> str:
 ClusterName=local
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={layout.ports[0]}
-CommunicationParameters=NoCtldInAddrAny
+{listen}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
+SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log

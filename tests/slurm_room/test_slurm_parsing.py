@@ -24,6 +24,7 @@ from slurm.job import JobState, JobStatus, Reservation
         ("PENDING", "JobHeldUser", JobState.HELD),
         ("PENDING", "JobHeldAdmin", JobState.HELD),
         ("PENDING", "launch failed requeued held", JobState.HELD),
+        ("PENDING", "launch_failed_requeued_held", JobState.HELD),
         ("PENDING", "job requeued in held state", JobState.HELD),
         ("REQUEUE_HOLD", "", JobState.HELD),
         ("SPECIAL_EXIT", "", JobState.HELD),
