@@ -47,7 +47,6 @@ def supervisor_request(config: Config, run_dir: RunDir, name: str) -> JobRequest
 
 
 def _worker_resources(cluster: ClusterConfig) -> Resources:
-    image = (f"--container-image={cluster.container}",) if cluster.container else ()
     return Resources(
         nodes=cluster.nodes,
         tasks_per_node=cluster.tasks_on_each_node,
@@ -66,6 +65,7 @@ def _worker_resources(cluster: ClusterConfig) -> Resources:
         setup=cluster.setup,
         environment=cluster.environment,
         python=cluster.python,
-        srun=(*image, *cluster.srun),
+        srun=cluster.srun,
+        container=cluster.container,
         sbatch=cluster.sbatch,
     )

@@ -52,10 +52,12 @@ def test_ranks_follow_the_gpus_unless_they_are_given(folder: Path) -> None:
         assert worker_request(configured(*overrides), RUN, "hf-0", 1).resources.tasks_per_node == tasks
 
 
-def test_a_container_is_srun_s(folder: Path) -> None:
-    given = configured("cluster.container=image.sqsh", "cluster.srun=[--mpi=none]", "cluster.python=/in/python")
+def test_a_container_stands_before_the_interpreter(folder: Path) -> None:
+    given = configured(
+        "cluster.container=apptainer exec image.sif", "cluster.srun=[--mpi=none]", "cluster.python=/in/python"
+    )
     worker = worker_request(given, RUN, "hf-0", 1).resources
-    assert (worker.srun, worker.python) == (("--container-image=image.sqsh", "--mpi=none"), "/in/python")
+    assert (worker.container, worker.srun, worker.python) == ("apptainer exec image.sif", ("--mpi=none",), "/in/python")
     assert supervisor_request(given, RUN, "hs-0").resources.python is None
 
 

@@ -249,7 +249,8 @@ class ClusterConfig(Section):
     srun: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Further srun arguments."""
     container: str | None = None
-    """Image for srun's ``--container-image`` (pyxis)."""
+    """Words before the interpreter, such as ``apptainer exec --nv image.sif``; pyxis takes
+    ``--container-image=image.sqsh`` in ``srun``."""
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict)
     """Any other sbatch option, long name to value; true for an option without one."""
 
