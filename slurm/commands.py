@@ -23,8 +23,9 @@ _FOREIGN = re.compile(
 )
 _NEEDED = frozenset({"SLURM_CONF", "SLURM_JWT"})
 _NO_ANSWER = re.compile(
-    r"contact slurm controller|socket timed out|connection refused|connection timed out|zero bytes were transmitted"
-    r"|unexpected message received|controller in standby|communications? (connection|shutdown)|timed out after",
+    r"contact slurm controller|\bconnection\b|connect failure|timed out|zero bytes were transmitted|broken pipe"
+    r"|unexpected message received|in standby|communication|transport endpoint|unreachable|munge|authentication"
+    r"|configuration source",
     re.IGNORECASE,
 )
 

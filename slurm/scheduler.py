@@ -77,14 +77,18 @@ _TOO_LATE = re.compile(r"invalid job id|completing or completed|no longer pendin
 
 
 class SlurmScheduler:
-    """Slurm, through its own programs. `clusters` are those of `sbatch --clusters`, where there are several."""
+    """Slurm, through its own programs.
+
+    `clusters` are those of `sbatch --clusters`, where there are several; a cluster that sbatch names is asked later on.
+    """
 
     def __init__(self, clusters: str | None = None) -> None:
         self._clusters = clusters
 
     def submit(self, job: JobRequest) -> str:
         """Submit through submitit, which runs sbatch."""
-        job_id, _ = commands.submit("slurm", job)
+        job_id, cluster = commands.submit("slurm", job)
+        self._clusters = self._clusters or cluster
         return job_id
 
     def find(self, name: str) -> list[JobStatus]:

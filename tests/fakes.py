@@ -81,7 +81,7 @@ class FakeScheduler:
         partition: str | None = None,
         qos: str | None = None,
     ) -> None:
-        failing = self._begin("change", job_id)
+        failing = self._begin("change", job_id, must_exist=True)
         request = self.requests.get(job_id)
         if request is not None:
             given = {"time_limit": time_limit, "partition": partition, "qos": qos}
@@ -91,13 +91,13 @@ class FakeScheduler:
         self._finish(failing)
 
     def release(self, job_id: str) -> None:
-        failing = self._begin("release", job_id)
+        failing = self._begin("release", job_id, must_exist=True)
         if job_id in self.jobs and self.jobs[job_id].state is JobState.HELD:
             self.set_state(job_id, JobState.PENDING, why="Priority")
         self._finish(failing)
 
     def requeue(self, job_id: str) -> None:
-        failing = self._begin("requeue", job_id)
+        failing = self._begin("requeue", job_id, must_exist=True)
         job = self.jobs.get(job_id)
         if job is not None and not job.state.is_over:
             self.set_state(job_id, JobState.PENDING, why="BeginTime", restarts=job.restarts + 1, nodes=())
@@ -115,9 +115,11 @@ class FakeScheduler:
         self._finish(self._begin("cancelled_by", job_id))
         return self.cancellers.get(job_id)
 
-    def _begin(self, method: str, about: str) -> bool:
+    def _begin(self, method: str, about: str, *, must_exist: bool = False) -> bool:
         """Note the call; raise if it is to fail before its effect; True if it is to fail after it."""
         self.calls.append((method, about))
+        if must_exist and about not in self.jobs:
+            raise SchedulerError(f"{method}: Invalid job id specified", ["fake"], "Invalid job id specified")
         pending = self._failures.get(method)
         if not pending:
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -232,11 +231,3 @@ def answers(scheduler: SlurmScheduler) -> bool:
     except SchedulerError:
         return False
     return True
-
-
-def test_a_job_killed_from_outside_says_how(submit: Submit, scheduler: SlurmScheduler, tmp_path: Path) -> None:
-    job_id = submit(request(tmp_path))
-    noted(tmp_path, "started", job_id)
-    subprocess.run(["scancel", "--signal=KILL", job_id], check=True)
-    now = eventually(lambda: (now := status(scheduler, job_id)).state.is_over and now)
-    assert (now.state, now.exit_code) == (JobState.FAILED, 128 + signal.SIGKILL)

@@ -156,6 +156,16 @@ def test_a_job_that_nobody_knows_is_absent_and_no_error(backend: Backend) -> Non
     assert backend.scheduler.cancelled_by("987654321") is None
 
 
+@pytest.mark.parametrize("verb", ["requeue", "release", "change"])
+def test_what_needs_a_job_says_that_there_is_none(backend: Backend, verb: str) -> None:
+    if backend.kind == "local":
+        pytest.skip("without effect on the stand-in, for every job")
+    arguments = {"time_limit": "3"} if verb == "change" else {}
+    with pytest.raises(SchedulerError) as caught:
+        getattr(backend.scheduler, verb)("987654321", **arguments)
+    assert caught.value.answered
+
+
 def test_two_jobs_of_one_name_never_run_at_once(backend: Backend) -> None:
     request = backend.request()
     first = backend.submit(request)

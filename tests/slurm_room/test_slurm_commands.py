@@ -66,6 +66,8 @@ def test_an_error_carries_what_was_run_and_what_it_said() -> None:
     [
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+        "slurm_load_jobs error: Connection reset by peer",
+        "slurm_load_jobs error: Zero Bytes were transmitted or received",
     ],
 )
 def test_no_answer_is_told_from_a_no(said: str) -> None:
@@ -149,6 +151,19 @@ def test_accounting_knows_a_job_that_the_controller_has_forgotten(
     fake_slurm(tmp_path, monkeypatch, squeue="", scontrol=gone, sacct="echo '12|TIMEOUT|1|2|0:0|n1|hf-1'")
     status = SlurmScheduler().look(["12"])["12"]
     assert (status.state.name, status.source) == ("TIMEOUT", "sacct")
+
+
+def test_the_cluster_that_sbatch_names_is_asked_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_slurm(
+        tmp_path,
+        monkeypatch,
+        sbatch="echo Submitted batch job 12 on cluster nautilus",
+        squeue=f'echo "$@" > {tmp_path}/asked',
+    )
+    scheduler = SlurmScheduler()
+    assert scheduler.submit(JobRequest("hf-1", "a:b", (), tmp_path / "jobs")) == "12"
+    assert scheduler.find("hf-1") == []
+    assert "--clusters=nautilus" in (tmp_path / "asked").read_text()
 
 
 def a_job(folder: Path = Path("/runs/x/jobs"), **changes: object) -> JobRequest:
