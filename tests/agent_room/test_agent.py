@@ -22,7 +22,7 @@ def test_a_verdict_is_answered_by_a_relaunch_in_the_same_process(room: Room) -> 
     assert (first.outcome, first.segment, first.step, first.exit_code) == (Outcome.VERDICT, 1, 5, 20)
     assert agent.poll() is None
     room.direct(2, cause="spike")
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     second = room.report(2)
     assert (second.outcome, second.saved_step, second.job_id, second.error) == (Outcome.DONE, 9, "7", None)
     starts = room.notes("started")
@@ -41,7 +41,7 @@ def test_without_an_answer_the_agent_leaves_when_its_patience_is_over(room: Room
     room.advance(200)
     assert agent.poll() is None
     room.advance(101)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert len(room.notes("started")) == 1
 
 
@@ -52,7 +52,7 @@ def test_the_first_start_waits_for_its_directive(room: Room) -> None:
     room.run_dir.directive.write_text('{"format": 99}')
     eventually(lambda: room.said("cannot see the run"))
     room.direct(1)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert room.report().outcome is Outcome.DONE
 
 
@@ -63,7 +63,7 @@ def test_no_relaunch_beyond_the_limit_and_the_new_attempt_stays_unclaimed(room: 
     agent = room.agent()
     room.report(1)
     room.direct(2)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert read_claim(room.run_dir.claim(2)) is None
 
 
@@ -76,7 +76,7 @@ def test_a_crash_is_reported_with_the_trainers_own_traceback(room: Room) -> None
     assert (report.outcome, report.step, report.exit_code) == (Outcome.CRASHED, 3, 1)
     assert (report.error.type, report.error.traceback) == ("ValueError", "line 1")
     room.advance(301)
-    assert agent.wait() == 1
+    assert agent.wait(60) == 1
 
 
 def test_a_crash_that_left_no_word_is_reported_with_the_tail_of_this_starts_log(room: Room) -> None:
@@ -105,7 +105,7 @@ def test_a_killed_trainer_is_a_crash_with_its_signal(room: Room) -> None:
 
 def test_an_agent_that_fails_itself_reports_it(room: Room) -> None:
     room.direct(1)  # and there is no trainer to start
-    assert room.agent().wait() == 1
+    assert room.agent().wait(60) == 1
     report = room.report()
     assert report.outcome is Outcome.CRASHED
     assert report.error is not None
@@ -167,7 +167,7 @@ def test_a_trainer_finds_its_place_in_the_world_and_our_packages(room: Room) -> 
     assert note["values"] == ["1", "2", "1", "3", "1"]
     assert (note["master"], note["port"]) == (True, True)
     assert note["package"] == str(ROOT / "worker" / "start.py")
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert room.run_dir.train_log.with_name("train-rank-1.log").exists()
 
 
@@ -176,6 +176,6 @@ def test_main_takes_slurms_facts_as_a_dict_and_never_returns(room: Room) -> None
     start = {"job_id": "7", "name": "n", "restart": 0, "rank": 0, "world": 1, "local_rank": 0, "requeue": None}
     code = f"from worker.agent import main; main({str(room.run_dir.path)!r}, {start!r}); print('returned')"
     agent = room.start([sys.executable, "-c", code])
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert room.said("the directive says stop")
     assert not room.said("returned")

@@ -54,7 +54,7 @@ def test_a_preempted_agent_lets_the_trainer_save_asks_for_one_requeue_and_stays(
     room.advance(500)
     assert agent.poll() is None
     room.advance(101)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert requeues(room.path) == [["rank-0.exit.json"]]
     assert len(room.notes("started")) == 1
     assert read_claim(room.run_dir.claim(2)) is None
@@ -111,7 +111,7 @@ def test_a_failed_requeue_changes_nothing(room: Room) -> None:
     agent.terminate()
     eventually(lambda: room.said("the requeue failed"))
     room.direct(1, stop="now")
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
 
 
 def test_a_trainer_that_could_not_listen_yet_left_all_the_same(room: Room) -> None:
@@ -125,13 +125,32 @@ def test_a_trainer_that_could_not_listen_yet_left_all_the_same(room: Room) -> No
     assert report.saved_step is None
 
 
+def test_a_preemption_that_only_the_trainer_heard_of_is_one(room: Room) -> None:
+    room.trainer(1, "left('preempted')(0, 0)")
+    room.direct(1)
+    agent = room.agent(requeue=requeue_command(room.path))
+    eventually(lambda: requeues(room.path))
+    assert agent.poll() is None
+
+
+def test_a_call_for_stacks_harms_neither_the_agent_nor_a_trainer_that_cannot_answer_yet(room: Room) -> None:
+    room.trainer(1, SAVES_ON_USR2)
+    room.direct(1)
+    agent = room.agent()
+    for pid in (room.noted("ready")["pid"], agent.pid):
+        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR2)
+    assert agent.wait(60) == 0
+    assert what(room.report()) == "time_limit"
+
+
 def test_near_the_time_limit_the_trainer_saves_and_the_agent_leaves(room: Room) -> None:
     room.trainer(1, SAVES_ON_USR2)
     room.direct(1)
     agent = room.agent()
     room.noted("ready")
     agent.send_signal(signal.SIGUSR2)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     report = room.report()
     assert (report.outcome, what(report), report.saved_step) == (Outcome.LEFT, "time_limit", 7)
 
@@ -142,7 +161,7 @@ def test_near_the_time_limit_a_waiting_agent_leaves(room: Room) -> None:
     agent = room.agent()
     room.report()
     agent.send_signal(signal.SIGUSR2)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert room.report().outcome is Outcome.VERDICT
 
 
@@ -152,7 +171,7 @@ def test_stop_save_lets_the_trainer_save(room: Room) -> None:
     agent = room.agent()
     room.noted("ready")
     room.direct(1, stop="save")
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     report = room.report()
     assert (report.outcome, what(report), report.saved_step) == (Outcome.LEFT, "stop", 7)
 
@@ -165,7 +184,7 @@ def test_stop_now_ends_a_trainer_that_does_not_see_it(room: Room) -> None:
     room.direct(1, stop="now")
     room.noted("term")
     room.advance(11)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     report = room.report()
     assert (report.outcome, what(report), report.signal) == (Outcome.LEFT, "stop", signal.SIGKILL)
 
@@ -176,7 +195,7 @@ def test_stop_ends_the_waiting(room: Room) -> None:
     agent = room.agent()
     room.report()
     room.direct(1, stop="now")
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert room.report().outcome is Outcome.VERDICT
 
 
@@ -206,7 +225,7 @@ def test_a_frozen_trainer_leaves_its_stacks_and_is_ended(room: Room) -> None:
     room.advance(11)
     report = room.report()
     assert (report.outcome, what(report), report.signal) == (Outcome.ENDED, "hang", signal.SIGKILL)
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert room.report(2).outcome is Outcome.DONE
 
 
@@ -217,7 +236,7 @@ def test_a_newer_directive_ends_the_trainer_as_fenced_and_starts_the_next(room: 
     agent = room.agent()
     room.noted("ready")
     room.direct(2, cause="rollback")
-    assert agent.wait() == 0
+    assert agent.wait(60) == 0
     assert (room.report(1).outcome, room.report(2).outcome) == (Outcome.FENCED, Outcome.DONE)
 
 
@@ -244,7 +263,7 @@ def test_when_one_rank_dies_the_other_is_ended_and_both_come_back(room: Room) ->
     for rank in (0, 1):
         room.noted("started", attempt=2, rank=rank)
     (room.path / "go").touch()
-    assert [agent.wait() for agent in agents] == [0, 0]
+    assert [agent.wait(60) for agent in agents] == [0, 0]
     assert [room.report(2, rank=rank).outcome for rank in (0, 1)] == [Outcome.DONE, Outcome.DONE]
 
 
@@ -259,7 +278,7 @@ def test_other_ranks_wait_for_the_claim_of_rank_0(room: Room) -> None:
     for rank in (0, 1):
         room.noted("started", rank=rank)
     (room.path / "go").touch()
-    assert [first.wait(), second.wait()] == [0, 0]
+    assert [first.wait(60), second.wait(60)] == [0, 0]
 
 
 def test_a_newer_restart_takes_over_and_the_zombie_ends_as_fenced(room: Room) -> None:
@@ -268,7 +287,7 @@ def test_a_newer_restart_takes_over_and_the_zombie_ends_as_fenced(room: Room) ->
     zombie = room.agent()
     first = room.noted("ready", restart=0)["pid"]
     heir = room.agent(restart=1)
-    assert zombie.wait() == 0
+    assert zombie.wait(60) == 0
     assert not is_alive(first)
     assert room.report(1, restart=0).outcome is Outcome.FENCED
     room.noted("ready", restart=1)
@@ -281,11 +300,11 @@ def test_a_waiting_zombie_is_fenced_too_even_when_a_new_attempt_is_free(room: Ro
     zombie = room.agent()
     room.report()
     heir = room.agent(restart=1)
-    assert zombie.wait() == 0
+    assert zombie.wait(60) == 0
     eventually(lambda: room.said("ended as verdict, waiting for a newer directive"))
     room.trainer(2, "leave(0)")
     room.direct(2)
-    assert heir.wait() == 0
+    assert heir.wait(60) == 0
     assert room.report(2, restart=1).outcome is Outcome.DONE
     assert len(room.notes("started", attempt=1)) == 1
 
@@ -297,7 +316,7 @@ def test_whoever_else_comes_leaves_and_touches_nothing(room: Room, twin: dict[st
     room.agent()
     room.noted("ready")
     before = sorted(room.run_dir.attempts.rglob("*"))
-    assert room.agent(**twin).wait() == 0
+    assert room.agent(**twin).wait(60) == 0
     assert sorted(room.run_dir.attempts.rglob("*")) == before
     assert len(room.notes("started")) == 1
 
@@ -316,5 +335,5 @@ def test_a_restart_goes_on_by_itself_or_waits_as_the_directive_says(room: Room) 
     third = room.agent(restart=2)
     room.noted("ready", restart=2)
     room.direct(2)
-    assert third.wait() == 0
+    assert third.wait(60) == 0
     assert {note["restart"] for note in room.notes("started")} == {0, 2}
