@@ -28,11 +28,16 @@ def withhold(optimizer: Optimizer, grad_norm: torch.Tensor | float) -> None:
     """
     inner = innermost(optimizer)
     if isinstance(grad_norm, torch.Tensor) and grad_norm.device.type != "cpu" and _takes_found_inf(inner):
-        inner.found_inf = (~torch.isfinite(_whole(grad_norm))).float()  # type: ignore[attr-defined]
+        tell_fused(inner, grad_norm)
     elif not math.isfinite(grad_norm):
         for group in inner.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def tell_fused(optimizer: Optimizer, grad_norm: torch.Tensor) -> None:
+    """Have a fused optimizer leave everything as it is in its next step if the norm is not finite."""
+    optimizer.found_inf = (~torch.isfinite(_whole(grad_norm))).float()  # type: ignore[attr-defined]
 
 
 def _takes_found_inf(optimizer: Optimizer) -> bool:

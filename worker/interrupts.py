@@ -3,14 +3,17 @@
 A handler only sets a flag; every rank learns of it at the next step boundary, all at the same one.
 """
 
+import os
 import signal
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from worker.contract.claim import FencedError
 from worker.contract.directive import Directive, read_directive
+from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
 
 
@@ -37,6 +40,8 @@ class Ask(IntEnum):
         return "stop" if self is Ask.STOP_NOW else self.name.lower()
 
 
+Identity = tuple[int, int, int]
+
 _ASK_OF_SIGNAL = {signal.SIGTERM: Ask.PREEMPTED, signal.SIGUSR2: Ask.TIME_LIMIT}
 
 
@@ -62,18 +67,44 @@ class RunFiles:
     """Rank 0's look at the run directory before each step's record: directive, claim, STOP and SAVE."""
 
     def __init__(self, run: RunDir, directive: Directive, check_claim: Callable[[], None]) -> None:
+        """``check_claim`` raises FencedError when the attempt's claim is another start's."""
         self.directive = directive
         self._attempt = directive.attempt
-        self._run = run
         self._check_claim = check_claim
-        self._seen: tuple[int, int, int] | None = None
+        self._directive, self._claim = run.directive, run.claim(directive.attempt)
+        self._stop, self._save = run.stop_file, run.save_file
+        self._seen: dict[Path, Identity] = {}
 
     def check(self) -> None:
-        """Return while this attempt is the directive's and the claim its own; FencedError otherwise."""
+        """Return while this attempt is the directive's and the claim its own; FencedError otherwise.
+
+        A directive that cannot be read just now is no news; a claim that cannot be read is an OSError.
+        """
         self._read_directive()
         if self.directive.attempt != self._attempt:
             raise FencedError(f"attempt {self.directive.attempt} is under way")
-        self._check_claim()
+        identity = identity_of(self._claim)
+        if identity is None or identity != self._seen.get(self._claim):
+            try:
+                self._check_claim()
+            except UnusableFileError as error:
+                raise OSError(str(error)) from error
+            if identity is not None:
+                self._seen[self._claim] = identity
+
+    def _read_directive(self) -> None:
+        """Take the directive in when it is not the one of the last look.
+
+        It is published whole, so that each has an inode of its own.
+        """
+        identity = identity_of(self._directive)
+        if identity is None or identity == self._seen.get(self._directive):
+            return
+        try:
+            self.directive = read_directive(self._directive) or self.directive
+        except UnusableFileError:
+            return
+        self._seen[self._directive] = identity
 
     def look(self) -> Ask:
         """What the files ask for."""
@@ -83,24 +114,26 @@ class RunFiles:
             return Ask.FENCED
         if self.directive.stop is not None:
             return Ask.STOP_NOW if self.directive.stop == "now" else Ask.STOP
-        if self._run.stop_file.exists():
+        if self._stop.exists():
             return Ask.STOP
-        return Ask.SAVE if self._run.save_file.exists() else Ask.NOTHING
+        return Ask.SAVE if self._save.exists() else Ask.NOTHING
 
     def saved(self) -> None:
         """A save that SAVE asked for is done."""
-        self._run.save_file.unlink(missing_ok=True)
+        self._save.unlink(missing_ok=True)
 
-    def _read_directive(self) -> None:
-        """Take the directive in when its file is another one than at the last look."""
-        try:
-            stat = self._run.directive.stat()
-        except FileNotFoundError:
-            return
-        identity = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        if identity != self._seen:
-            self.directive = read_directive(self._run.directive) or self.directive
-            self._seen = identity
+
+def identity_of(path: Path) -> Identity | None:
+    """Inode, time and size of a file, None where there is none; opened, because NFS answers a mere stat from memory."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        stat = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 class IgnoreSignals:

@@ -23,15 +23,17 @@ def build_trainer(run: RunDir, config: Config, base: Path) -> tuple[Trainer, Tra
     tokenizer = build_tokenizer(config, base)
     data = build_data(config, tokenizer, base)
     model = build_model(config, tokenizer, base)
-    args = training_arguments(run, config, max_steps_of(config, data))
-    trainer = Trainer(
-        model=model,
-        args=args,
-        data_collator=data.collator,
-        train_dataset=data.train,
-        eval_dataset=data.evaluation,
-        processing_class=tokenizer,
-    )
+    try:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(**training_fields(run, config, max_steps_of(config, data))),
+            data_collator=data.collator,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
+            processing_class=tokenizer,
+        )
+    except (TypeError, ValueError, ImportError) as error:
+        raise RefusedError(f"config.yaml: training: {' '.join(str(error).split())}") from error
     _refuse_a_silent_fallback(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -72,8 +74,8 @@ def max_steps_of(config: Config, data: TrainingData) -> int:
     return max(1, round(training.epochs * batches_an_epoch(len(samples), global_batch)))
 
 
-def training_arguments(run: RunDir, config: Config, max_steps: int) -> TrainingArguments:
-    """TrainingArguments from the configuration; RefusedError, by name, for a field that is not the person's to set."""
+def training_fields(run: RunDir, config: Config, max_steps: int) -> dict[str, Any]:
+    """The fields of TrainingArguments; RefusedError, by name, for one that is not the person's to set."""
     training = config.training
     for name, instead in refused_fields(training.extra):
         raise RefusedError(f"config.yaml: training.extra.{name}: {instead}", what=name)
@@ -105,10 +107,7 @@ def training_arguments(run: RunDir, config: Config, max_steps: int) -> TrainingA
         "use_cpu": not torch.cuda.is_available(),
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    try:
-        return TrainingArguments(**{**fields, **training.extra})
-    except (TypeError, ValueError, ImportError) as error:
-        raise RefusedError(f"config.yaml: training: {' '.join(str(error).split())}") from error
+    return {**fields, **training.extra}
 
 
 def _refuse_a_silent_fallback(trainer: Trainer) -> None:

@@ -59,8 +59,10 @@ def main() -> NoReturn:
     try:
         train(run, start, progress)
         code = EXIT_CODE_OF_OUTCOME[Outcome.DONE]
+        _report(run, start, progress, None)
     except BaseException as error:  # noqa: BLE001 (whatever ends a trainer is reported, and ends it)
         code = exit_code_of(error)
+        _log.error("%s: %s", type(error).__name__, error, exc_info=code == _CRASHED)
         _report(run, start, progress, error)
     leave(code)
 
@@ -76,16 +78,16 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_CODE_OF_OUTCOME[Outcome.REFUSED] if isinstance(error, _BAD_INPUT) else _CRASHED
 
 
-def _report(run: RunDir, start: Start, progress: Progress, error: BaseException) -> None:
+def _report(run: RunDir, start: Start, progress: Progress, error: BaseException | None) -> None:
+    """Leave what is known for the exit report."""
     attached = progress.attached
     known = TrainerError(
         segment=attached.segment.number if attached and attached.segment else None,
         step=attached.step if attached else None,
         saved_step=attached.saved_step if attached else None,
-        error=detail_of(error),
+        error=detail_of(error) if error else None,
     )
     publish_message(run.error(start.attempt, start.restart, start.rank), known)
-    _log.error("%s: %s", type(error).__name__, error, exc_info=exit_code_of(error) == _CRASHED)
 
 
 def leave(code: int) -> NoReturn:

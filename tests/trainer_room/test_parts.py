@@ -1,6 +1,7 @@
 """The pure parts: the order of the data, the rates, retention, the guard, the refused fields."""
 
 import math
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,24 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from worker.attach import nonfinite_ranks
-from worker.checkpoints import clear_staging, kept_steps
+from worker.checkpoints import clear_staging, file_entries, kept_steps
+from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.config import CheckpointConfig
-from worker.contract.directive import SkippedBatches
+from worker.contract.directive import Directive, SkippedBatches, publish_directive, read_directive
+from worker.contract.files import publish_message
 from worker.contract.loss_history import Record
-from worker.contract.manifest import Manifest
+from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.run_dir import RunDir
-from worker.guard import withhold
-from worker.leaving import ProofError, RefusedError
+from worker.documents import DataError
+from worker.guard import tell_fused, withhold
+from worker.interrupts import Ask, RunFiles, Signals
+from worker.leaving import AskedToLeaveError, ProofError, RefusedError, VerdictError
 from worker.order import EpochOrder, batch_order
 from worker.randomness import random_digest, random_states_aside
 from worker.rates import configured_rates, hold_rates
 from worker.resume import choose, optimizer_steps, prove_probe
 from worker.start import Start
+from worker.train import exit_code_of
 from worker.world import interface_of, own_address, refuse_lonely_tasks
 
 
@@ -137,6 +143,37 @@ def test_the_guard_leaves_weights_moments_and_counts_alone(
     withhold(optimizer, torch.tensor(1.0))
     optimizer.step()
     assert not torch.equal(weight, before)
+
+
+def test_a_fused_optimizer_is_told_without_taking_its_gradients() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    for norm, moves in ((1.0, True), (math.nan, False), (math.inf, False), (2.0, True)):
+        before, steps = weight.clone(), optimizer_steps(optimizer, 0)
+        weight.grad = torch.full((3,), 1.0 if moves else math.nan)
+        tell_fused(optimizer, torch.tensor(norm))
+        optimizer.step()
+        assert torch.equal(weight, before) is not moves
+        assert optimizer_steps(optimizer, 0) == steps + moves
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (VerdictError("x"), 20),
+        (AskedToLeaveError("x", what="stop"), 21),
+        (FencedError("x"), 22),
+        (ProofError("x"), 23),
+        (DataError("x"), 23),
+        (torch.OutOfMemoryError("x"), 24),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."), 24),
+        (MemoryError(), 24),
+        (RuntimeError("x"), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+)
+def test_every_ending_has_its_exit_code(error: BaseException, code: int) -> None:
+    assert exit_code_of(error) == code
 
 
 def manifest(step: int, weights_finite: bool = True) -> Manifest:
@@ -252,3 +289,113 @@ def test_one_of_several_tasks_may_not_think_that_it_is_alone() -> None:
 def test_this_host_has_an_address_and_an_interface_for_it() -> None:
     assert interface_of(own_address())
     assert interface_of("203.0.113.77") is None
+
+
+def files_of(folder: Path, **fields: object) -> tuple[RunDir, RunFiles]:
+    run = RunDir(folder)
+    direct(run, **fields)
+    claim = Claim(job_id="17", name="hf-1", restart=0, host="h", pid=1, started_ticks=1, time=1.0)
+    take_claim(run.claim(1), claim)
+    directive = read_directive(run.directive)
+    assert directive is not None
+    return run, RunFiles(run, directive, lambda: check_claim(run.claim(1), "17", 0))
+
+
+def direct(run: RunDir, attempt: int = 1, **fields: object) -> None:
+    told = {"attempt": attempt, "cause": "first", "reason": "a test", "time": 1.0, **fields}
+    publish_directive(run.directive, Directive.model_validate(told))
+
+
+def test_what_is_asked_by_files_is_seen_at_the_next_look(tmp_path: Path) -> None:
+    run, files = files_of(tmp_path)
+    assert files.look() is Ask.NOTHING
+    run.save_file.touch()
+    assert files.look() is Ask.SAVE
+    files.saved()
+    assert files.look() is Ask.NOTHING
+    run.stop_file.touch()
+    assert files.look() is Ask.STOP
+    direct(run, stop="now", pinned=(4,))
+    assert files.look() is Ask.STOP_NOW
+    assert files.directive.pinned == (4,)
+
+
+def test_who_is_fenced_once_stays_fenced(tmp_path: Path) -> None:
+    run, files = files_of(tmp_path)
+    files.check()
+    publish_message(
+        run.claim(1), Claim(job_id="17", name="hf-1", restart=1, host="h", pid=1, started_ticks=1, time=1.0)
+    )
+    for _ in range(2):
+        assert files.look() is Ask.FENCED
+        with pytest.raises(FencedError):
+            files.check()
+
+
+def test_a_directive_that_cannot_be_read_is_no_news_and_a_claim_that_cannot_is_no_refusal(tmp_path: Path) -> None:
+    run, files = files_of(tmp_path)
+    run.directive.write_text("{", encoding="utf-8")
+    assert files.look() is Ask.NOTHING
+    run.claim(1).write_text("{", encoding="utf-8")
+    with pytest.raises(OSError, match=r"claim\.json"):
+        files.check()
+
+
+def test_signals_are_flags_and_the_handlers_before_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signals = Signals()
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        assert signals.asked is Ask.TIME_LIMIT
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR2)
+        assert signals.asked is Ask.PREEMPTED
+    finally:
+        signals.restore()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def checkpoint(run: RunDir, step: int, attempt: int = 1, without: str = "") -> None:
+    """A checkpoint folder that is whole in its own words."""
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"):
+        if name != without:
+            (folder / name).write_text(f"{name} {step}", encoding="utf-8")
+    told = manifest(step).model_copy(update={"attempt": attempt, "files": file_entries(folder)})
+    publish_message(folder / MANIFEST, told)
+
+
+def chosen(run: RunDir, attempt: int, named: str | None) -> tuple[str, list[str]]:
+    found = choose(run, attempt, named, sizes_only=False)
+    assert found is not None
+    return found.folder.name, [one.checkpoint for one in found.passed_over]
+
+
+def test_an_attempt_goes_on_from_its_own_newest_checkpoint_else_from_the_named_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step, attempt in ((9000, 1), (10000, 1), (10500, 2), (11000, 1)):
+        checkpoint(run, step, attempt)
+    assert chosen(run, 1, "checkpoint-9000") == ("checkpoint-11000", [])
+    assert chosen(run, 2, "checkpoint-9000") == ("checkpoint-10500", [])
+    assert chosen(run, 3, "checkpoint-10000") == ("checkpoint-10000", [])
+
+
+@pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_a_checkpoint_that_would_begin_afresh_is_passed_over(tmp_path: Path, missing: str) -> None:
+    run = RunDir(tmp_path)
+    checkpoint(run, 500)
+    checkpoint(run, 1000, without=missing)
+    checkpoint(run, 1500)
+    (run.checkpoint(1500) / "trainer_state.json").write_bytes(b"")
+    assert chosen(run, 1, "checkpoint-500") == ("checkpoint-500", ["checkpoint-1500", "checkpoint-1000"])
+    assert run.checkpoint_steps() == [500, 1000, 1500]
+
+
+def test_a_bad_checkpoint_is_never_passed_over_for_a_newer_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    checkpoint(run, 500)
+    checkpoint(run, 1000)
+    (run.checkpoint(500) / MANIFEST).unlink()
+    with pytest.raises(RefusedError, match="checkpoint-500: it has no manifest"):
+        choose(run, 2, "checkpoint-500", sizes_only=False)
