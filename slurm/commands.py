@@ -51,6 +51,12 @@ def package_root() -> Path | None:
     return None if root in installed else root
 
 
+def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for `python -m slurm...`: our package is found, and a slurm.py in the working directory is not."""
+    paths = [str(package_root() or ""), environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+
+
 def clean_environment(environ: Mapping[str, str], options: Collection[str] = ()) -> dict[str, str]:
     """`environ` without what a person's shell, or the job that we run in, would change about Slurm's programs.
 
@@ -95,11 +101,7 @@ def submit(kind: str, job: JobRequest, **settings: float) -> tuple[str, str | No
     Ctrl-C in a terminal must not reach what is being started; the supervisor never pays for importing submitit; and a
     local job is then nobody's child, so that every supervisor looks at it in the same way.
     """
-    environment = clean_environment(os.environ, job.flags())
-    root = package_root()
-    if root is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
-    environment["PYTHONSAFEPATH"] = "1"
+    environment = python_environment(clean_environment(os.environ, job.flags()))
     argv = [sys.executable, "-m", "slurm.submission", kind]
     try:
         stdout, _ = call(argv, environment, stdin=pickle.dumps((job, settings)))

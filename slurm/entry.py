@@ -27,9 +27,11 @@ class Start(TypedDict):
 def run(entry: str, args: tuple[str, ...], name: str, one_process: bool) -> None:
     """Call `entry` as `function(*args, start)`; what it returns, if it returns, is the exit code of the process."""
     start = read_start(name, one_process)
+    module, _, attribute = entry.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    # Last, for a SIGTERM to a process that has no handler yet ends it, and a job that ends by itself is not requeued.
     restore_signals()
-    module, _, function = entry.partition(":")
-    code = getattr(importlib.import_module(module), function)(*args, start)
+    code = function(*args, start)
     if code:
         sys.exit(code)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
+import os
 import signal
 import socket
 import time
@@ -54,7 +54,7 @@ class LocalScheduler:
         for folder, record in self._of(job_id):
             if not local_record.is_running(record):
                 continue
-            by = {"by": getpass.getuser(), "time": time.time()}
+            by = {"by": str(os.getuid()), "time": time.time()}
             local_record.write_json(local_record.cancel_path(folder, job_id), by)
             if processes.is_alive(record.process):
                 processes.signal_process(record.process, signal.SIGTERM)
@@ -62,7 +62,7 @@ class LocalScheduler:
                 processes.signal_members(record.process, signal.SIGKILL)
 
     def cancelled_by(self, job_id: str) -> str | None:
-        """The user who cancelled it."""
+        """The uid of who cancelled it through a LocalScheduler."""
         for folder, _ in self._of(job_id):
             try:
                 by = json.loads(local_record.cancel_path(folder, job_id).read_text(encoding="utf-8"))["by"]

@@ -68,7 +68,7 @@ class Scheduler(Protocol):
         ...
 
     def cancelled_by(self, job_id: str) -> str | None:
-        """Who cancelled the job; None where only accounting would know."""
+        """The uid of who cancelled the job; None where only accounting would know."""
         ...
 
 

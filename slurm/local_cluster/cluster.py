@@ -116,13 +116,14 @@ def running(nodes: int = 3) -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="higgsfield-slurm-"))
     try:
         cluster = _boot(folder, nodes, detached=False)
-        try:
-            cluster.wait_until_idle()
-            yield cluster
-        finally:
-            _end(cluster.keeper)
+    except ClusterError:
+        folder.rmdir()
+        raise
+    try:
+        cluster.wait_until_idle()
+        yield cluster
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _end(cluster.keeper)
 
 
 def up(folder: Path, nodes: int = 3) -> Path:
@@ -166,10 +167,7 @@ def _boot(folder: Path, nodes: int, detached: bool) -> Cluster:
     layout = configuration.plan(folder, nodes)
     configuration.write(layout)
     argv = [sys.executable, "-m", "slurm.local_cluster.keeper", str(folder), *(["--detached"] if detached else [])]
-    root = commands.package_root()
-    environment = commands.clean_environment(os.environ)
-    if root is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
+    environment = commands.python_environment(commands.clean_environment(os.environ))
     pipe = subprocess.DEVNULL if detached else subprocess.PIPE
     with (folder / "log" / "keeper.out").open("ab") as log:
         # A session of its own: a Ctrl-C in the terminal is the owner's business.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import shutil
@@ -80,9 +79,7 @@ def write(layout: Layout) -> None:
     key = layout.folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
-    layout.conf.write_text(
-        slurm_conf(layout, getpass.getuser(), socket.gethostname(), name_is_loopback()), encoding="utf-8"
-    )
+    layout.conf.write_text(slurm_conf(layout, os.getuid(), socket.gethostname(), name_is_loopback()), encoding="utf-8")
 
 
 def name_is_loopback() -> bool:
@@ -97,7 +94,7 @@ def name_is_loopback() -> bool:
         return False
 
 
-def slurm_conf(layout: Layout, user: str, host: str, loopback: bool) -> str:
+def slurm_conf(layout: Layout, user_id: int, host: str, loopback: bool) -> str:
     """The text of slurm.conf: quick to notice a dead node, slow to forget a job, preempting `low` for `high`."""
     folder, names = layout.folder, layout.node_names
     # Without it the daemons listen everywhere, where munge's key, which is in the folder alone, keeps others out.
@@ -112,8 +109,8 @@ ClusterName=local
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={layout.ports[0]}
 {listen}
-SlurmUser={user}
-SlurmdUser={user}
+SlurmUser={user_id}
+SlurmdUser={user_id}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge

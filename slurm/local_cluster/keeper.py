@@ -3,6 +3,7 @@
 It starts munged, slurmctld and the slurmds as its children, is the subreaper of all that they start (a step daemon
 leaves its slurmd, and a job its step), and kills the whole tree when it is told to by SIGTERM, or when its standard
 input ends: the owner holds the other end of that pipe, so that the owner's death ends the cluster, whatever killed it.
+The folder goes with a cluster that has an owner.
 
 The owner may write `start NAME` and `signal NAME NUMBER`; the answer is `ok` or what was wrong.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +138,8 @@ def main(argv: list[str]) -> None:
         keeper.keep(detached)
     finally:
         _kill_all()
+        if not detached:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _node_names(folder: Path) -> list[str]:

@@ -63,9 +63,9 @@ def test_nothing_outlives_the_owner(owner: subprocess.Popen[bytes], folder: Path
     owner.send_signal(number)
     owner.wait()
     eventually(lambda: not any(processes.is_alive(process) for process in before))
+    eventually(lambda: not list(folder.glob("higgsfield-slurm-*")))
     if number is not signal.SIGKILL:
         assert owner.returncode == 128 + number
-        assert not list(folder.glob("higgsfield-slurm-*"))
 
 
 def test_run_gives_the_commands_exit_code_and_a_cluster(tmp_path: Path) -> None:
@@ -87,12 +87,14 @@ def test_up_and_down(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no cluster is up" in capsys.readouterr().err
 
 
-def test_it_says_which_packages_are_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_it_says_which_packages_are_missing_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(configuration, "program", lambda name: None if name in {"munged", "slurmd"} else name)
     assert main(["run", "--", "true"]) == 1
     assert capsys.readouterr().err.strip().endswith("not installed: munge slurmd")
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["a folder", "x" * 100])
