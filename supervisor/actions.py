@@ -5,6 +5,7 @@ idempotent (quarantine moves, publishing a directive, cancelling) or findable (a
 """
 
 import contextlib
+import pwd
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -214,8 +215,18 @@ def _end_stopped(run: SupervisedRun, decision: EndStopped) -> None:
     by = decision.by
     if by is None and run.state.job_id is not None:
         with contextlib.suppress(SchedulerError):
-            by = run.scheduler.cancelled_by(run.state.job_id)
+            by = _user_name(run.scheduler.cancelled_by(run.state.job_id))
     run.record(Stopped(saved_step=decision.saved_step, by=by, reason=decision.reason))
+
+
+def _user_name(user: str | None) -> str | None:
+    """A user's name where the scheduler gave a number that this host knows."""
+    if user is None or not user.isdigit():
+        return user
+    try:
+        return pwd.getpwuid(int(user)).pw_name
+    except KeyError:
+        return user
 
 
 def _give_up(run: SupervisedRun, decision: GiveUp) -> None:

@@ -15,6 +15,7 @@ from slurm.job import RequestError
 from slurm.scheduler import Scheduler, SchedulerError, choose
 from supervisor.actions import SupervisedRun
 from supervisor.config import ConfigError, load_config
+from supervisor.job_request import supervisor_request, worker_request
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import HeldError, Lease, LostError, is_gone, read_holder, take_lease
 from supervisor.observation import Request
@@ -72,6 +73,7 @@ def _begin(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease, 
     run.record(SupervisorStarted(host=lease.file.host, pid=os.getpid()))
     if is_asked and run.state.is_over:
         run.record(ResumeRequested(by=getpass.getuser(), reason=f"{getpass.getuser()} asked for the run to go on"))
+        run_dir.stop_file.unlink(missing_ok=True)
     return Watched(run, screen)
 
 
@@ -108,7 +110,7 @@ def job_main(run_dir: str, start: dict[str, Any]) -> int:
 def run(args: argparse.Namespace) -> int:
     """Supervise in the foreground; make the run first if it is new."""
     config = load_config(args.config, args.set)
-    _check_scheduler(config)
+    _ask_before_creating(config, with_supervisor=False)
     run_dir = open_or_create(config)
     code = _supervise(run_dir, once=args.once)
     if not args.once:
@@ -118,18 +120,16 @@ def run(args: argparse.Namespace) -> int:
 
 def submit(args: argparse.Namespace) -> int:
     """Start the run and a supervisor of its own, and return."""
-    from supervisor.job_request import supervisor_request
-
     config = load_config(args.config, args.set)
     if config.supervisor.place != "job":
         raise RunError("supervisor.place is foreground: start it with `higgsfield run`, or set supervisor.place to job")
-    scheduler = _check_scheduler(config)
+    _ask_before_creating(config, with_supervisor=True)
     run_dir = open_or_create(config)
     state = _reopen(run_dir)
     name = f"hs-{state.run_id[:8]}"
-    local = choose(config.cluster.kind, run_dir.jobs)
-    live = local.find(name)
-    job_id = live[0].job_id if live else local.submit(supervisor_request(config, run_dir, name))
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    live = scheduler.find(name)
+    job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
     where = "process" if type(scheduler).__name__ == "LocalScheduler" else "job"
     print(f"{config.run.name}: the supervisor is {where} {job_id}; you may log out now")
     print(f"where it stands: higgsfield status {run_dir.path}")
@@ -147,6 +147,7 @@ def _reopen(run_dir: RunDir) -> RunState:
             user = getpass.getuser()
             asked = ResumeRequested(by=user, reason=f"{user} asked for the run to go on")
             Journal(run_dir.journal, time.time, lease.check).record(asked, state.attempt, lease.term)
+            run_dir.stop_file.unlink(missing_ok=True)
         return state
     finally:
         lease.give_up()
@@ -238,7 +239,18 @@ def check(args: argparse.Namespace) -> int:
     except ConfigError as error:
         if not args.json:
             raise
-        print(json.dumps({"errors": [vars(each) for each in error.findings], "warnings": [], "sbatch": ""}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "errors": [vars(each) for each in error.findings],
+                    "warnings": [],
+                    "sbatch": "",
+                    "memory": None,
+                    "data": None,
+                },
+                indent=2,
+            )
+        )
         return WRONG_INPUT
     print(json.dumps(result.as_json(), indent=2) if args.json else result.as_text())
     return WRONG_INPUT if result.errors else OK
@@ -258,11 +270,15 @@ def doctor(args: argparse.Namespace) -> int:
     return OK if all(item.ok for item in items) else UNFORESEEN
 
 
-def _check_scheduler(config: Config) -> Scheduler:
-    """The scheduler that the config names, asked once, so that a run is not made for one that is not there."""
-    scheduler = choose(config.cluster.kind, Path(config.run.dir) / config.run.name / "jobs")
-    scheduler.find("hf-00000000")
-    return scheduler
+def _ask_before_creating(config: Config, *, with_supervisor: bool) -> None:
+    """Ask the scheduler's opinion of a new run's jobs, so that no folder is made for jobs that it would refuse."""
+    run_dir = RunDir(Path(config.run.dir) / config.run.name)
+    if run_dir.path.exists():
+        return
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    scheduler.test_only(worker_request(config, run_dir, "hf-00000000", 1))
+    if with_supervisor:
+        scheduler.test_only(supervisor_request(config, run_dir, "hs-00000000"))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

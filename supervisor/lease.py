@@ -27,7 +27,7 @@ _LOCK_TIMEOUT_S: Final = 10.0
 
 
 class LeaseFile(Message):
-    """Who supervises the run; ``beat`` grows while it lives."""
+    """Who supervises the run; ``beat`` grows while it lives. An empty ``holder`` is nobody: the term is kept."""
 
     holder: str
     host: str
@@ -79,7 +79,7 @@ class Lease:
         """Leave the run to the next supervisor, at once."""
         with contextlib.suppress(LostError, UnusableFileError, OSError):
             self.check()
-            self.run_dir.lease.unlink()
+            publish_message(self.run_dir.lease, self.file.model_copy(update={"holder": ""}))
 
 
 def take_lease(
@@ -101,7 +101,8 @@ def take_lease(
         now = read_holder(run_dir)
         if now is not None and (before is None or now.holder != before.holder):
             raise HeldError(describe(now))
-        return _write(run_dir, (now.term if now else 0) + 1, job_id)
+        last = _read(run_dir)
+        return _write(run_dir, (last.term if last else 0) + 1, job_id)
 
 
 def _write(run_dir: RunDir, term: int, job_id: str | None) -> Lease:
@@ -138,12 +139,17 @@ def _orderly(run_dir: RunDir) -> Iterator[None]:
         lock.release()
 
 
-def read_holder(run_dir: RunDir) -> LeaseFile | None:
-    """Who holds the run; None for nobody, or for a lease that cannot be read."""
+def _read(run_dir: RunDir) -> LeaseFile | None:
     try:
         return read_message(run_dir.lease, LeaseFile)
     except UnusableFileError:
         return None
+
+
+def read_holder(run_dir: RunDir) -> LeaseFile | None:
+    """Who holds the run; None for nobody, or for a lease that cannot be read."""
+    file = _read(run_dir)
+    return file if file is not None and file.holder else None
 
 
 def describe(file: LeaseFile) -> str:

@@ -10,7 +10,7 @@ from supervisor.observation import Observation
 from supervisor.run_state import MAY_COME_BACK, RunState
 from worker.contract.config import CheckpointConfig, RecoveryConfig
 from worker.contract.directive import Cause, Directive, LearningRateRamp, scale_at
-from worker.contract.exit_report import Outcome
+from worker.contract.exit_report import PROOF_ERROR, Outcome
 from worker.contract.manifest import Manifest, rollback_target
 from worker.contract.run_dir import checkpoint_name
 
@@ -143,6 +143,8 @@ def _submit(run: RunState, seen: Observation, rules: Rules) -> Decision:
 def _after_the_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
     """The job is over: why, and what follows."""
     cause, reason = _cause_of_end(run, seen.job.state if seen.job is not None else None)
+    if cause == "out_of_memory":
+        return _after_out_of_memory(run, seen, rules, reason)
     return _continue(run, seen, rules, cause, reason)
 
 
@@ -173,7 +175,7 @@ def _cause_of_end(run: RunState, state: JobState | None) -> tuple[Cause, str]:
 def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:
     error = left.error
     message = error.message if error else "no reason given"
-    if error is None or error.expected is None or run.plan is None or run.plan.resume_step == 0:
+    if error is None or error.type != PROOF_ERROR or run.plan is None or run.plan.resume_step == 0:
         return GiveUp(f"the worker will not train: {message}", error=message)
     older = [m for m in seen.manifests if m.step < run.plan.resume_step]
     if not older:
@@ -191,11 +193,15 @@ def _answer_crash(run: RunState, seen: Observation, rules: Rules, left: WorkerLe
 
 
 def _answer_out_of_memory(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:
+    return _after_out_of_memory(run, seen, rules, left.error.message if left.error else left.reason)
+
+
+def _after_out_of_memory(run: RunState, seen: Observation, rules: Rules, reason: str) -> Decision:
+    """Once more where the attempt made steps, never twice in a row without progress."""
     before = run.plan is not None and run.plan.cause == "out_of_memory" and run.attempts_since_progress > 1
     if before or not run.has_stepped:
-        message = left.error.message if left.error else ""
-        return GiveUp(f"out of memory, and nothing speaks for another try: {message}", error=message)
-    return _continue(run, seen, rules, "out_of_memory", left.reason)
+        return GiveUp(f"out of memory, and nothing speaks for another try: {reason}", error=reason)
+    return _continue(run, seen, rules, "out_of_memory", f"out of memory: {reason}")
 
 
 def _answer_ended(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:

@@ -8,7 +8,7 @@ from slurm.job import JobState
 from supervisor.actions import SupervisedRun
 from supervisor.decision import Decision
 from supervisor.journal import Event, SupervisorStarted, mend_journal, read_journal
-from supervisor.lease import take_lease
+from supervisor.lease import read_holder, take_lease
 from supervisor.observation import Observation
 from supervisor.run_state import replay
 from supervisor.runs import open_or_create
@@ -68,7 +68,7 @@ class Stage:
     def start_supervisor(self) -> None:
         """A supervisor process begins: all it knows is on disk."""
         mend_journal(self.run_dir.journal)
-        self.run_dir.lease.unlink(missing_ok=True)
+        self._forget_lease()
         lease = take_lease(self.run_dir)
         self.ears = Silent()
         state = replay(read_journal(self.run_dir.journal))
@@ -78,6 +78,12 @@ class Stage:
         run.record(SupervisorStarted(host="here", pid=1))
         self.watched = Watched(run, self.ears)
         self.looks = JobLooks(self.scheduler, 0.0, 0.0)
+
+    def _forget_lease(self) -> None:
+        """What a dead supervisor leaves: its lease, with a process that is no more."""
+        held = read_holder(self.run_dir)
+        if held is not None:
+            publish_message(self.run_dir.lease, held.model_copy(update={"started_ticks": 1}))
 
     def look(self) -> Decision:
         """One pass."""

@@ -6,7 +6,8 @@ import pytest
 
 from slurm.job import JobState
 from supervisor.decision import Wait
-from supervisor.journal import Continued, Finished, GaveUp, RolledBack, Stopped, Submitted
+from supervisor.journal import Continued, Finished, GaveUp, RolledBack, Stopped, Submitted, SupervisorStarted
+from supervisor.lease import read_holder
 from supervisor.observation import Request
 from tests.supervisor_room.stage import Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
@@ -297,6 +298,40 @@ def test_a_refusal_that_would_come_again_gives_up_with_its_message(stage: Stage)
     stage.settle()
     assert stage.state == "gave_up"
     assert "data.train: no file" in stage.events[-1].reason
+
+
+def test_changed_settings_are_no_bad_checkpoint(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    stage.claim()
+    changed = ErrorDetail(type="RefusedError", message="max_steps", what="max_steps", expected="100", found="200")
+    stage.leave(Outcome.REFUSED, error=changed)
+    stage.settle()
+    assert stage.state == "gave_up"
+    assert stage.run_dir.checkpoint_steps() == [10, 20, 30]
+
+
+def test_out_of_memory_by_slurm_s_word_alone_is_tried_once_more_too(stage: Stage) -> None:
+    stage.settle()
+    for _ in range(2):
+        stage.start_job()
+        stage.train(8)
+        stage.settle()
+        stage.scheduler.set_state(stage.job_id, JobState.OUT_OF_MEMORY)
+        stage.settle()
+    assert stage.state == "gave_up"
+    assert stage.submissions == 2
+
+
+def test_the_term_grows_with_each_supervisor(stage: Stage) -> None:
+    stage.watched.run.lease.give_up()
+    assert read_holder(stage.run_dir) is None
+    stage.start_supervisor()
+    terms = [event.term for event in stage.events if isinstance(event, SupervisorStarted)]
+    assert terms == [1, 2]
 
 
 def test_out_of_memory_is_tried_once_more_after_progress(stage: Stage) -> None:

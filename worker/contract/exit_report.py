@@ -45,6 +45,8 @@ WAITS_FOR_A_DIRECTIVE = frozenset(
 """Outcomes after which the attempt is over and only a newer directive starts a trainer again."""
 
 TRACEBACK_LINES = 100
+PROOF_ERROR = "ProofError"
+"""``error.type`` of a refusal that concerns the checkpoint alone: another one may do."""
 
 
 def outcome_of(exit_code: int) -> Outcome:
