@@ -181,7 +181,10 @@ def _submit(run: SupervisedRun) -> None:
     try:
         job_id = run.scheduler.submit(worker_request(run.config, run.run_dir, name, run.state.attempt))
     except (SchedulerError, RequestError) as error:
-        run.record(SubmitFailed(name=name, error=str(error), reason=f"the submission failed: {error}"))
+        answered = not isinstance(error, SchedulerError) or error.answered
+        run.record(
+            SubmitFailed(name=name, error=str(error), answered=answered, reason=f"the submission failed: {error}")
+        )
         return
     run.record(Submitted(name=name, job_id=job_id, reason=f"job {job_id} is submitted for attempt {run.state.attempt}"))
 

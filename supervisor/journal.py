@@ -109,6 +109,8 @@ class SubmitFailed(EventBase):
     event: Literal["SubmitFailed"] = "SubmitFailed"
     name: str
     error: str
+    answered: bool = True
+    """Whether the scheduler refused; false = it did not answer, and the job may be queued all the same."""
 
 
 class CancelIntended(EventBase):

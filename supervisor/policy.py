@@ -17,7 +17,7 @@ from worker.contract.run_dir import checkpoint_name
 CLAIM_WAIT_S: Final = 60.0
 """How long a running job may take to claim an attempt that was published for it."""
 _HOUR_S: Final = 3600.0
-_SUBMIT_RETRY_S: Final = 30.0
+_SUBMIT_RETRY_S: Final = 60.0
 _MAX_FAILED_SUBMISSIONS: Final = 5
 
 
@@ -135,8 +135,8 @@ def _submit(run: RunState, seen: Observation, rules: Rules) -> Decision:
         return Wait(f"{limit} jobs were submitted within the last hour (recovery.max_submissions_per_hour)")
     if run.failed_submissions >= _MAX_FAILED_SUBMISSIONS:
         return GiveUp(f"{run.failed_submissions} submissions in a row were refused", error=run.reason)
-    if run.failed_submissions and seen.now - run.last_submit_failed_at < _SUBMIT_RETRY_S * 2**run.failed_submissions:
-        return Wait(f"the last submission was refused: {run.reason}")
+    if seen.now - run.last_submit_failed_at < _SUBMIT_RETRY_S * 2**run.failed_submissions:
+        return Wait(f"the last submission failed: {run.reason}")
     return Submit(f"attempt {run.attempt} needs a job")
 
 

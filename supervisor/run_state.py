@@ -227,11 +227,20 @@ def _apply_job(
         case Submitted():
             times = run.submitted_times if event.adopted else (*run.submitted_times, event.time)
             return replace(
-                run, job_id=event.job_id, job=None, submitted_times=times[-100:], failed_submissions=0, open_intent=None
+                run,
+                job_id=event.job_id,
+                job=None,
+                submitted_times=times[-100:],
+                failed_submissions=0,
+                last_submit_failed_at=0.0,
+                open_intent=None,
             )
         case SubmitFailed():
             return replace(
-                run, failed_submissions=run.failed_submissions + 1, last_submit_failed_at=event.time, open_intent=None
+                run,
+                failed_submissions=run.failed_submissions + event.answered,
+                last_submit_failed_at=event.time,
+                open_intent=None,
             )
         case CancelIntended():
             return replace(run, cancelled_by_us=run.cancelled_by_us | {event.job_id}, open_intent=event)

@@ -121,6 +121,8 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     run = watched.run
     job_id = run.state.job_id
     job = looks.found.get(job_id) if job_id is not None else None
+    if job is not None and job.name != run.state.job_name:
+        job = None  # a controller that lost its memory gives an id out again
     seen = watched.observer.look(run.state, run.clock(), job, looks.error)
     _note_silence(run, seen)
     for event in news(run.state, seen, run.config.checkpoint.healthy_after):

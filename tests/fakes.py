@@ -25,6 +25,7 @@ class FakeScheduler:
         self.cancellers: dict[str, str] = {}
         self._failures: dict[str, list[bool]] = {}
         self._next_id = 1
+        self.says = "Unable to contact slurm controller"
 
     # What a test does to it.
 
@@ -126,7 +127,7 @@ class FakeScheduler:
         if pending.pop(0):
             return True
         raise SchedulerError(
-            f"{method}: the fake does not answer", ["fake", method], "Unable to contact slurm controller"
+            f"{method}: the fake does not answer", ["fake", method], self.says
         )
 
     @staticmethod

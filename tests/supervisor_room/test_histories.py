@@ -1,5 +1,6 @@
 """The supervisor as histories: what the worker and the cluster do, and what is in the journal afterwards."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -404,12 +405,36 @@ def test_a_submission_whose_answer_got_lost_is_found_by_its_name(stage: Stage) -
 
 
 def test_submissions_that_are_refused_again_and_again_end_the_run(stage: Stage) -> None:
+    stage.scheduler.says = "Invalid account"
     stage.scheduler.fail("submit", 50)
     for _ in range(200):
         stage.now += 60
         stage.look()
     assert stage.state == "gave_up"
     assert stage.submissions == 5
+
+
+def test_a_scheduler_that_does_not_answer_submissions_is_waited_for(stage: Stage) -> None:
+    stage.scheduler.fail("submit", 12)
+    for _ in range(20):
+        stage.now += 60
+        stage.look()
+    assert stage.names.count("SubmitFailed") == 12
+    assert stage.names.count("Submitted") == 1
+
+
+def test_an_id_that_was_given_out_again_is_not_our_job(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.scheduler.jobs[stage.job_id] = replace(
+        stage.scheduler.jobs[stage.job_id], name="somebody-else", state=JobState.CANCELLED
+    )
+    stage.settle()
+    assert stage.state == "training"
+    stage.now += 1
+    assert stage.submissions == 1
 
 
 def test_only_so_many_jobs_an_hour(tmp_path: Path) -> None:
