@@ -7,8 +7,8 @@ before its first step.  It ends early by raising: a LeavingError, or FencedError
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Sized
+from typing import Any, cast
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -47,7 +47,7 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     if args.n_gpu > 1:
         raise RefusedError("one task with several GPUs would train with DataParallel; use one task a GPU", what="world")
     order = EpochOrder(
-        samples=trainer.train_dataset,
+        samples=cast(Sized, trainer.train_dataset),
         global_batch=args.train_batch_size * args.gradient_accumulation_steps * world.world_size(),
         seed=args.seed,
         shuffle=args.train_sampling_strategy == "random",
@@ -103,7 +103,7 @@ class StepsCallback(TrainerCallback):
     # ---- beginning
 
     def _load_optimizer(self, original: Any, checkpoint: str | None) -> None:
-        self._peaks = configured_rates(self._attached.trainer.optimizer)
+        self._peaks = configured_rates(self._attached.optimizer)
         original(checkpoint)
 
     def _load_rng_state(self, original: Any, checkpoint: str | None) -> None:
@@ -115,7 +115,7 @@ class StepsCallback(TrainerCallback):
     ) -> None:
         attached = self._attached
         attached.step = state.global_step
-        peaks = self._peaks or configured_rates(attached.trainer.optimizer)
+        peaks = self._peaks or configured_rates(attached.optimizer)
         start = begin(attached, peaks)
         if attached.segment is not None:
             attached.segment.begin(start)
@@ -144,7 +144,7 @@ class StepsCallback(TrainerCallback):
         attached = self._attached
         attached.step = state.global_step
         if attached.average is not None:
-            attached.average.update(attached.trainer.model, state.global_step)
+            attached.average.update(attached.model, state.global_step)
         self._unread.append(self._tap.take(state, self._look()))
         is_boundary = control.should_save or control.should_evaluate or control.should_training_stop
         self._settle(keep=1 if self._is_late and not is_boundary else 0)
@@ -257,7 +257,7 @@ class StepsCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep what is not finite out of the Trainer's running mean and of trainer_state.json."""
-        newest = state.log_history[-1]
+        newest: dict[str, Any] = state.log_history[-1]
         if not math.isfinite(newest.get("loss", 0.0)):
             self._attached.trainer._tr_loss.zero_()
         for name, value in newest.items():

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast
 
 import torch
 from transformers import Trainer
@@ -13,7 +14,7 @@ from worker.ema import Ema
 from worker.interrupts import RunFiles
 from worker.order import EpochOrder
 from worker.pulse import Heart
-from worker.resume import Chosen, Settings
+from worker.resume import Chosen, Settings, optimizer_steps
 from worker.segment import Segment
 from worker.spikes import Detector
 from worker.start import Start
@@ -48,6 +49,26 @@ class Attached:
     """Rank 0's."""
     step: int = 0
     saved_step: int | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model itself, without what wraps it in a world of several ranks."""
+        return cast(torch.nn.Module, self.trainer.model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, once training has begun."""
+        return cast(torch.optim.Optimizer, self.trainer.optimizer)
+
+    @property
+    def schedule_steps(self) -> int:
+        """How often the schedule went on; the fp16 scaler's skipped steps are not among them."""
+        return int(cast(Any, self.trainer.lr_scheduler).last_epoch)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates that the optimizer has seen."""
+        return optimizer_steps(self.optimizer, self.schedule_steps)
 
     @property
     def settings(self) -> Settings:

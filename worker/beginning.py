@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from worker import world
 from worker.attached import Attached, versions
@@ -19,7 +18,7 @@ from worker.leaving import RefusedError
 from worker.probe import probe_loss
 from worker.randomness import random_digest
 from worker.rates import hold_rates
-from worker.resume import Chosen, optimizer_steps, platform_of, prove, prove_probe, refuse_changes, settings_of
+from worker.resume import Chosen, platform_of, prove, prove_probe, refuse_changes, settings_of
 
 NEXT_SAMPLES = 8
 _log = logging.getLogger(__name__)
@@ -33,9 +32,9 @@ def begin(attached: Attached, peaks: Sequence[float]) -> SegmentStart:
     """
     trainer, context = attached.trainer, attached.context
     done = trainer.state.global_step
-    rate_after = hold_rates(trainer.optimizer, trainer.lr_scheduler, peaks, partial(applied_scale, context.directive))
+    rate_after = hold_rates(attached.optimizer, trainer.lr_scheduler, peaks, partial(applied_scale, context.directive))
     if context.config.ema is not None:
-        attached.average = Ema(trainer.model, context.config.ema)
+        attached.average = Ema(attached.model, context.config.ema)
     if context.chosen is not None:
         _restore(attached, context.chosen)
     start = _stated(attached, rate_after(done))
@@ -43,7 +42,7 @@ def begin(attached: Attached, peaks: Sequence[float]) -> SegmentStart:
         _prove(attached, context.chosen, start)
     prove("learning rate", start.lr_expected, start.lr)
     if context.directive.reset_moments and context.chosen and context.chosen.manifest.attempt != context.start.attempt:
-        innermost(trainer.optimizer).state.clear()
+        innermost(attached.optimizer).state.clear()
     return start
 
 
@@ -74,9 +73,9 @@ def _stated(attached: Attached, lr_expected: float) -> SegmentStart:
         checkpoint=chosen.folder.name if chosen else None,
         digest=chosen.digest if chosen else None,
         max_steps=trainer.state.max_steps,
-        lr=float(trainer.optimizer.param_groups[0]["lr"]),
+        lr=float(attached.optimizer.param_groups[0]["lr"]),
         lr_expected=lr_expected,
-        optimizer_steps=optimizer_steps(trainer.optimizer, _schedule_steps(trainer)),
+        optimizer_steps=attached.optimizer_steps,
         rng_digests=_rng_digests(chosen),
         next_samples=next_samples(attached, done),
         ema_digest=attached.average.digest() if attached.average else None,
@@ -85,10 +84,6 @@ def _stated(attached: Attached, lr_expected: float) -> SegmentStart:
         versions=versions(),
         skip_batches=attached.context.directive.skip_batches,
     )
-
-
-def _schedule_steps(trainer: Any) -> int:
-    return int(trainer.lr_scheduler.last_epoch)
 
 
 def _rng_digests(chosen: Chosen | None) -> tuple[str, ...]:

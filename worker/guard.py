@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -50,6 +51,12 @@ def _whole(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 class OwnGradient:
     """This rank's own gradient of a step, as it is before DistributedDataParallel averages it over the ranks."""
 
@@ -61,9 +68,9 @@ class OwnGradient:
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, self._reduce)
 
-    def _reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._largest.append(torch.linalg.vector_norm(bucket.buffer(), ord=math.inf))
-        return allreduce_hook(dist.group.WORLD, bucket)
+        return allreduce_hook(_default_group(), bucket)
 
     def take(self) -> torch.Tensor | None:
         """The largest magnitude since the last time: NaN or infinite where the gradient is; None if not watched."""

@@ -4,8 +4,7 @@ Computed at each save and again at the resume, it proves weights, model and data
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -20,7 +19,8 @@ def probe_loss(trainer: Trainer) -> float | None:
 
     One by one, so that it needs little memory and is the same whatever the batch size and the number of ranks.
     """
-    model, samples = trainer.model, cast(Sequence[Any], trainer.train_dataset)
+    model: Any = trainer.model
+    samples: Any = trainer.train_dataset
     was_training = model.training
     with random_states_aside(), torch.no_grad():
         model.eval()
@@ -33,9 +33,11 @@ def probe_loss(trainer: Trainer) -> float | None:
 
 
 def _loss_on(trainer: Trainer, sample: Any) -> float:
+    model: Any = trainer.model
     inputs = trainer._prepare_inputs(trainer.data_collator([sample]))
     with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
-        return float(trainer.compute_loss(trainer.model, inputs))
+        loss: Any = trainer.compute_loss(model, inputs)
+        return float(loss)
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ def publish_final(attached: Attached) -> None:
     staged = _staged(attached, "final")
     attached.trainer.save_model(str(staged))
     if attached.average is not None:
-        with attached.average.swapped_into(attached.trainer.model):
+        with attached.average.swapped_into(attached.model):
             attached.trainer.save_model(str(staged / "ema"))
     _publish(attached, staged, attached.context.run.final)
 

@@ -34,7 +34,9 @@ def hold_rates(optimizer: Optimizer, schedule: Any, peaks: Sequence[float], scal
         )
     schedule.base_lrs = list(peaks)
     schedule.lr_lambdas = [_scaled(factor, scale) for factor in schedule.lr_lambdas]
-    rates = [peak * factor(schedule.last_epoch) for peak, factor in zip(peaks, schedule.lr_lambdas, strict=True)]
+    rates: list[Any] = [
+        peak * factor(schedule.last_epoch) for peak, factor in zip(peaks, schedule.lr_lambdas, strict=True)
+    ]
     for group, peak, rate in zip(optimizer.param_groups, peaks, rates, strict=True):
         group["initial_lr"], group["lr"] = peak, rate
     schedule._last_lr = rates

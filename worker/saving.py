@@ -26,7 +26,7 @@ from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.run_dir import checkpoint_name, checkpoint_step
 from worker.probe import probe_loss, weights_are_finite
 from worker.randomness import random_digest
-from worker.resume import optimizer_steps, platform_of
+from worker.resume import platform_of
 from worker.wrap import replaced
 
 
@@ -95,9 +95,9 @@ def _manifest(attached: Attached, folder: Path, probe: float | None) -> Manifest
         data_digest=context.data_digest,
         lr_scale=scale_at(context.directive, step),
         skip_batches=context.directive.skip_batches,
-        weights_finite=weights_are_finite(trainer.model),
+        weights_finite=weights_are_finite(attached.model),
         probe_loss=probe,
-        optimizer_steps=optimizer_steps(trainer.optimizer, int(trainer.lr_scheduler.last_epoch)),
+        optimizer_steps=attached.optimizer_steps,
         versions=versions(),
         files=file_entries(folder),
     )

@@ -49,12 +49,13 @@ def _build_when_asked(trainer: Trainer, config: Config) -> None:
 
     def create_optimizer(model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         if trainer.optimizer is None:
-            trainer.optimizer = build_optimizer(model or trainer.model, config.training)
+            whole: Any = trainer.model if model is None else model
+            trainer.optimizer = build_optimizer(whole, config.training)
         return trainer.optimizer
 
     def create_scheduler(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         if trainer.lr_scheduler is None:
-            inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            inner: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
             trainer.lr_scheduler = build_schedule(inner, config.training.schedule, num_training_steps)
         return trainer.lr_scheduler
 

@@ -22,7 +22,7 @@ class Later:
         if rows.device.type == "cuda":
             self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             self._rows.copy_(rows, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def read(self) -> list[list[float]]:
@@ -93,7 +93,7 @@ class StepTap:
 
         Under fp16 the scaler does that.
         """
-        optimizer = self._trainer.optimizer
+        optimizer: Any = self._trainer.optimizer
         self._rate = float(innermost(optimizer).param_groups[0]["lr"])
         if self._scaler is None and self._norm is not None:
             withhold(optimizer, self._norm)

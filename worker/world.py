@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from worker.contract.claim import FencedError
 from worker.contract.exit_report import Rendezvous
@@ -67,16 +68,16 @@ def refuse_lonely_tasks(start: Start, environment: Mapping[str, str]) -> None:
         )
 
 
-def _meet(path: Path, start: Start) -> tuple[dist.TCPStore, str, int]:
+def _meet(path: Path, start: Start) -> tuple[TCPStore, str, int]:
     timeout = timedelta(seconds=_MEETING_TIMEOUT_S)
     if start.rank == 0:
         address = own_address()
-        store = dist.TCPStore(address, 0, start.world, True, timeout, wait_for_workers=False)
+        store = TCPStore(address, 0, start.world, True, timeout, wait_for_workers=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_message(path, Rendezvous(address=address, port=store.port))
         return store, address, store.port
     found = _wait_for(lambda: read_message(path, Rendezvous), f"rank 0 published no {path.name}")
-    store = dist.TCPStore(found.address, found.port, start.world, False, timeout)
+    store = TCPStore(found.address, found.port, start.world, False, timeout)
     return store, found.address, found.port
 
 
@@ -89,7 +90,7 @@ def _wait_for(look: Callable[[], Value | None], otherwise: str) -> Value:
     return found
 
 
-def _begin_group(store: dist.TCPStore, start: Start, environment: MutableMapping[str, str]) -> None:
+def _begin_group(store: TCPStore, start: Start, environment: MutableMapping[str, str]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(start.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"

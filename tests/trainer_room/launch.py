@@ -88,6 +88,8 @@ def inject(faults: dict[str, Any]) -> None:
     worker.train.attach = attach_with_faults
     if "kill_before" in faults:
         setattr(worker.saving, faults["kill_before"], _kill_this_process)
+    if "kill_before_final" in faults:
+        worker.train.publish_final = _kill_this_process
     if faults.get("is_late"):
         worker.attach.StepsCallback.__init__.__defaults__ = (True,)
 

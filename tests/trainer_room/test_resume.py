@@ -262,3 +262,14 @@ def test_moments_are_dropped_and_the_rate_warmed_up_again_where_that_is_asked_fo
     for record in rig.history()[4:]:
         assert record.lr == pytest.approx(configured[record.step] * min(1.0, (record.step - 4) / 4), rel=1e-12)
     assert complete_manifest(rig.run.checkpoint(12)).optimizer_steps == 8
+
+
+def test_a_run_that_was_killed_after_its_last_step_only_publishes_what_is_missing(make_rig: Callable[..., Rig]) -> None:
+    undisturbed, rig = make_rig("undisturbed"), make_rig()
+    undisturbed.finish()
+    rig.finish(-signal.SIGKILL, kill_before_final=True)
+    assert not rig.run.final.exists()
+    before = rig.run.history.read_bytes()
+    rig.finish(restart=1)
+    assert rig.run.history.read_bytes() == before
+    same_end(undisturbed, rig)
