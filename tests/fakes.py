@@ -126,9 +126,7 @@ class FakeScheduler:
             return False
         if pending.pop(0):
             return True
-        raise SchedulerError(
-            f"{method}: the fake does not answer", ["fake", method], self.says
-        )
+        raise SchedulerError(f"{method}: the fake does not answer", ["fake", method], self.says)
 
     @staticmethod
     def _finish(failing: bool) -> None:

@@ -139,8 +139,8 @@ def _rows_of_csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _rows_of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow  # type: ignore[import-untyped]  # here, because all other formats do without it
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow  # here, because all other formats do without it
+    import pyarrow.parquet
 
     try:
         number = 0
