@@ -275,8 +275,12 @@ def _ask_before_creating(config: Config, *, with_supervisor: bool) -> None:
     run_dir = RunDir(Path(config.run.dir) / config.run.name)
     if run_dir.path.exists():
         return
+    try:
+        worker = worker_request(config, run_dir, "hf-00000000", 1)
+    except RequestError as error:  # load_config has looked at everything but the folder
+        raise RunError(f"run.dir: {error}; choose another folder") from None
     scheduler = choose(config.cluster.kind, run_dir.jobs)
-    scheduler.test_only(worker_request(config, run_dir, "hf-00000000", 1))
+    scheduler.test_only(worker)
     if with_supervisor:
         scheduler.test_only(supervisor_request(config, run_dir, "hs-00000000"))
 

@@ -247,6 +247,8 @@ def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
     report = min(seen.reports.values(), key=lambda each: (_TELLS_MOST.index(each.outcome), each.rank))
     if report.restart < restarts:
         return  # that start is over and done with: Slurm put the job back
+    if run.awaits_attempt and report.outcome is not Outcome.DONE:
+        return  # a person's resume has answered it: the next attempt is about to be decided
     what = f" ({report.error.what or report.error.message})" if report.error else ""
     yield WorkerLeft(
         restart=report.restart,
