@@ -179,7 +179,9 @@ def _job_news(run: RunState, job: JobStatus | None) -> Iterator[Event]:
         return
     told = run.job
     is_back = job.restarts > (told.restarts if told else 0)
-    if is_back and run.left is not None and run.left.error is not None and run.left.error.what == "preempted":
+    is_told = run.preempted == (job.job_id, job.restarts)
+    was_preempted = run.left is not None and run.left.error is not None and run.left.error.what == "preempted"
+    if is_back and was_preempted and not is_told:
         yield Preempted(job_id=job.job_id, restart=job.restarts, reason="preempted; its job waits to start again")
     new = JobSeen(job_id=job.job_id, state=job.state.value, why=job.why, nodes=tuple(job.nodes), restarts=job.restarts)
     if told is None or _facts(told) != _facts(new):

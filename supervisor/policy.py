@@ -72,7 +72,8 @@ def _end_stopped(run: RunState, seen: Observation, rules: Rules, by: str, reason
 
 def _was_cancelled_by_a_person(run: RunState, seen: Observation) -> bool:
     is_cancelled = seen.job is not None and seen.job.state is JobState.CANCELLED and seen.job.job_id == run.job_id
-    return is_cancelled and run.job_id not in run.cancelled_by_us
+    is_answered = run.awaits_attempt  # somebody has asked for the run to go on since
+    return is_cancelled and not is_answered and run.job_id not in run.cancelled_by_us
 
 
 def _last_step(seen: Observation) -> int:

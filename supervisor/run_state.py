@@ -17,6 +17,7 @@ from supervisor.journal import (
     LookFailed,
     LookRecovered,
     Plan,
+    Preempted,
     ProgressMade,
     ResumeRequested,
     RolledBack,
@@ -86,6 +87,8 @@ class RunState:
     last_submit_failed_at: float = 0.0
     start_moved: tuple[str, int] | None = None
     """Job and restart count whose start was last asked to be now."""
+    preempted: tuple[str, int] | None = None
+    """Job and restart count of the last preemption that was told."""
     stop_by: str | None = None
     """Who asked for a stop that is not carried out yet."""
     look_failed_at: float | None = None
@@ -139,6 +142,8 @@ def _apply(run: RunState, event: Event) -> RunState:
             return _apply_job(run, event)
         case JobSeen():
             return _see_job(run, event)
+        case Preempted():
+            return replace(run, preempted=(event.job_id, event.restart))
         case StartMoved():
             return replace(run, start_moved=(event.job_id, run.job.restarts if run.job else 0))
         case SegmentStarted():
