@@ -9,7 +9,7 @@ import pytest
 
 from tests.whole_room.house import House, environment, furnish, write_config
 
-Spoil = Callable[[House], None]
+Spoil = Callable[[House], object]
 
 
 def _write(text: str) -> Spoil:
