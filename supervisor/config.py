@@ -25,8 +25,11 @@ _EXTENDS = "extends"
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The resolved configuration of ``path`` with ``KEY=VALUE`` overrides; its paths are absolute and exist.
 
+    A name alone that is not here is looked for among the shipped ones: ``demo.yaml`` works without a checkout.
     ConfigError, with everything that was found wrong, where there is no such configuration.
     """
+    shipped = shipped_configs() / path
+    path = shipped if path.name == str(path) and not path.exists() and shipped.is_file() else path
     merged = _Merged(str(path))
     for file, values in _layers(path, ()).values():
         merged.add(values, str(file))
