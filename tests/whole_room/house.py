@@ -82,7 +82,7 @@ class House:
         )
 
     def start(self, *argv: str) -> subprocess.Popen[str]:
-        """The command, going on; what it prints goes into a file beside the runs."""
+        """The command, going on in a process group of its own; what it prints goes into a file beside the runs."""
         with open(self.folder / f"printed-{len(self.started)}", "w", encoding="utf-8") as out:
             process = subprocess.Popen(
                 [HIGGSFIELD, *argv],
@@ -92,6 +92,7 @@ class House:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 text=True,
+                process_group=0,
             )
         self.started.append(process)
         return process

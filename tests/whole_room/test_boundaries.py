@@ -206,6 +206,20 @@ def test_a_supervisor_may_die_between_any_two_effects(history: Callable[[Mortal]
     assert any("rollback_log" in what for what in killed_before)
 
 
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__.strip("_"))
+def test_a_new_supervisor_for_each_pass_is_as_good_as_one(history: Callable[[Mortal], None], tmp_path: Path) -> None:
+    """What `run --once` in a crontab does."""
+    one, many = _prepared(tmp_path / "one", history), _prepared(tmp_path / "many", history)
+    one.succeed()
+    before: list[str] = []
+    while (told := [name for name in many.names if name != "SupervisorStarted"]) != before:
+        before = told
+        if not replay(many.events).is_over:
+            many.start_supervisor()
+            many.look()
+    assert _facts(many) == _facts(one)
+
+
 def _prepared(folder: Path, history: Callable[[Mortal], None]) -> Mortal:
     folder.mkdir()
     stage = Mortal(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -79,7 +80,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eventful]:
         seen.status_under_way = house.json("status", "tiny")
         seen.interrupted = house.start("run", "tiny.yaml")
         house.waits_for(RolledBack)
-        seen.interrupted.send_signal(signal.SIGINT)
+        os.killpg(seen.interrupted.pid, signal.SIGINT)  # as a terminal does
         seen.interrupted.wait()
 
         seen.last = house.higgsfield("run", "tiny.yaml")

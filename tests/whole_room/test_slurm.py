@@ -72,11 +72,12 @@ def test_submitted_by_a_shell_that_is_gone(slurm_cluster: Cluster, env: dict[str
         )
         assert (shell.returncode, shell.stderr) == (0, "")
         assert "you may log out now" in shell.stdout
+        assert house.higgsfield("submit", "tiny.yaml").returncode in (0, 5)  # it waits in the queue, or holds the run
         house.waits_for(Finished)
         house.until(lambda: not jobs(slurm_cluster) and not house.processes())
         assert_is_whole(house)
         assert house.those(RolledBack)
-        assert len(house.those(Submitted)) == 1
+        assert len(house.those(Submitted)) == len(house.those(SupervisorStarted)) == 1
         assert "FINISHED" in house.run.supervisor_log.read_text()
         assert [row["state"] for row in house.json("status")["runs"]] == ["finished"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from supervisor.journal import Finished
 from tests.whole_room.house import EXPLODING, House, environment, furnish, steps
 
 ROOT = Path(__file__).parents[2]
@@ -63,13 +64,15 @@ def test_the_wheel_works_outside_of_the_tree(installed: Path, tmp_path: Path) ->
 
 
 @pytest.mark.training
-def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
+def test_a_supervisor_of_the_wheel_goes_on_by_itself_and_trains(installed: Path, tmp_path: Path) -> None:
     training = EXPLODING["training"] | {"max_steps": 2, "schedule": {"warmup": 0}}
     with furnish(tmp_path, environment(), training=training) as house:
-        done = _run(installed / "higgsfield", "run", "tiny.yaml", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        done = _run(installed / "higgsfield", "submit", "tiny.yaml", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        house.waits_for(Finished)
         assert steps(house.records) == [1, 2]
         assert (house.run.final / "model.safetensors").is_file()
+        assert "FINISHED" in house.run.supervisor_log.read_text(encoding="utf-8")
         house.until(lambda: not house.processes())
 
 
