@@ -170,13 +170,19 @@ def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _facts(stage: Mortal) -> dict[str, object]:
-    """Everything that must not depend on when a supervisor was killed."""
+    """Everything that must not depend on when a supervisor was killed; one job lives, and the files agree."""
     events = stage.events
+    run = replay(events)
+    assert run.plan is not None
+    told = stage.directive
+    assert (told.attempt, told.resume_from, told.lr_scale) == (run.attempt, run.plan.resume_from, run.plan.lr_scale)
+    live = [job.job_id for job in stage.scheduler.jobs.values() if not job.state.is_over]
+    assert live == [run.job_id] or (live == [] and run.is_over)
     return {
         "events": Counter(name for name in stage.names if name in _ONCE),
-        "state": replay(events).state,
+        "state": run.state,
         "attempt": max(event.attempt for event in events),
-        "directive": stage.directive.model_dump(exclude={"time"}),
+        "directive": told.model_dump(exclude={"time"}),
         "jobs": {job_id: (job.state, job.why) for job_id, job in stage.scheduler.jobs.items()},
         "submissions": stage.submissions,
         "checkpoints": stage.run_dir.checkpoint_steps(),
