@@ -13,12 +13,12 @@ help:
 # `pip install torch` alone would bring several GB of CUDA; the constraints file pins what is tested.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# An interrupted demo may have left its worker at work.
 demo: .venv/ready
-	rm -rf runs/demo
+	@if [ -e runs/demo ]; then $(BIN)/higgsfield stop runs/demo >/dev/null || true; rm -rf runs/demo; fi
 	$(BIN)/higgsfield run configs/demo.yaml
 
 # Where we are root and find apt, the Debian packages of Slurm are installed; elsewhere their tests say what is missing.

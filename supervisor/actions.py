@@ -29,6 +29,7 @@ from supervisor.journal import (
     SubmitFailed,
     SubmitIntended,
     Submitted,
+    SupervisorStarted,
 )
 from supervisor.lease import Lease
 from supervisor.policy import waits_after_requeue
@@ -51,13 +52,22 @@ class SupervisedRun:
     clock: Callable[[], float]
     tell: Callable[[Event], None]
     state: RunState
+    introduction: SupervisorStarted | None = None
+    """Written ahead of the first other event, so that a pass in which nothing happens leaves no line."""
     journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.run_dir.journal, self.clock, self.lease.check)
 
+    def introduce(self) -> None:
+        """Write down who supervises, once."""
+        if self.introduction is not None:
+            introduction, self.introduction = self.introduction, None
+            self.record(introduction)
+
     def record(self, event: Event, attempt: int | None = None) -> None:
         """Write an event, fold it into the state, show it."""
+        self.introduce()
         number = self.state.attempt if attempt is None else attempt
         stamped = self.journal.record(event, number, self.lease.term)
         self.state = apply(self.state, stamped)
@@ -101,7 +111,7 @@ def finish_open_intent(run: SupervisedRun) -> None:
             _submit(run)
         case CancelIntended():
             run.scheduler.cancel(intent.job_id)
-            run.record(Cancelled(job_id=intent.job_id))
+            run.record(Cancelled(job_id=intent.job_id, reason=f"job {intent.job_id}"))
         case None:
             return
 
@@ -192,7 +202,7 @@ def _submit(run: SupervisedRun) -> None:
 def _cancel(run: SupervisedRun, job_id: str, reason: str) -> None:
     run.record(CancelIntended(job_id=job_id, reason=reason))
     run.scheduler.cancel(job_id)
-    run.record(Cancelled(job_id=job_id))
+    run.record(Cancelled(job_id=job_id, reason=f"job {job_id}: {reason}"))
 
 
 def _start_now(run: SupervisedRun, decision: StartNow) -> None:

@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurm.job import RequestError
-from slurm.scheduler import Scheduler, SchedulerError, choose
-from supervisor.actions import SupervisedRun
+from slurm.scheduler import LocalScheduler, SchedulerError, choose
 from supervisor.config import ConfigError, load_config
 from supervisor.job_request import supervisor_request, worker_request
-from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
-from supervisor.lease import HeldError, Lease, LostError, is_gone, read_holder, take_lease
+from supervisor.journal import Event, read_journal
+from supervisor.lease import HeldError, LostError, is_gone, read_holder
 from supervisor.observation import Request
-from supervisor.report.screen import Screen
-from supervisor.report.texts import closing_summary, event_lines, status_lines
-from supervisor.run_state import RunState, replay
-from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing
-from supervisor.watch import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks, Watched, one_pass, seconds_between_passes, watch
-from worker.contract import config as contract_config
+from supervisor.report.texts import closing_summary, event_lines, is_milestone, status_lines
+from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
+from supervisor.supervise import read_state, reopen, supervise, supervise_once
 from worker.contract.config import Config
 from worker.contract.files import UnusableFileError, publish_message
 from worker.contract.run_dir import RunDir
@@ -40,68 +36,13 @@ INTERRUPTED: Final = 130
 _EXIT_CODE_OF_STATE: Final = {"finished": OK, "gave_up": GAVE_UP, "stopped": STOPPED}
 
 
-# -- supervising -------------------------------------------------------------------------------------------------------
-
-
-def _supervise(run_dir: RunDir, *, once: bool = False, is_asked: bool = False, job_id: str | None = None) -> int:
-    """Take the run's lease and supervise it to its end, or for one pass; the exit code."""
-    config = contract_config.read(run_dir.config)
-    state = replay(read_journal(run_dir.journal))
-    if state.is_over and not is_asked:
-        return _EXIT_CODE_OF_STATE[state.state]
-    scheduler = choose(config.cluster.kind, run_dir.jobs)
-    lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
-    try:
-        watched = _begin(run_dir, config, scheduler, lease, is_asked)
-        pass_s = seconds_between_passes(run_dir)
-        looks = _looks(scheduler, pass_s)
-        if once:
-            looks.look([watched])
-            one_pass(watched, looks, [watched])
-            return OK
-        watch([watched], time.sleep, looks, pass_s)
-        return _EXIT_CODE_OF_STATE[watched.run.state.state]
-    finally:
-        lease.give_up()
-
-
-def _begin(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease, is_asked: bool) -> Watched:
-    mend_journal(run_dir.journal)
-    screen = Screen(sys.stdout, config.run.name, config.training.max_steps)
-    state = replay(read_journal(run_dir.journal))
-    run = SupervisedRun(config, run_dir, scheduler, lease, time.time, screen.event, state)
-    run.record(SupervisorStarted(host=lease.file.host, pid=os.getpid()))
-    if is_asked and run.state.is_over:
-        run.record(ResumeRequested(by=getpass.getuser(), reason=f"{getpass.getuser()} asked for the run to go on"))
-        run_dir.stop_file.unlink(missing_ok=True)
-    return Watched(run, screen)
-
-
-def _looks(scheduler: Scheduler, pass_s: float) -> JobLooks:
-    """The stand-in is asked at each pass, because it costs nothing; a cluster as seldom as can be."""
-    if type(scheduler).__name__ == "LocalScheduler":
-        return JobLooks(scheduler, quiet_s=pass_s, busy_s=0.0)
-    return JobLooks(scheduler, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S)
-
-
-def _is_over(scheduler: Scheduler) -> Callable[[str], bool]:
-    def ask(job_id: str) -> bool:
-        try:
-            status = scheduler.look([job_id]).get(job_id)
-        except SchedulerError:
-            return False
-        return status is not None and status.state.is_over
-
-    return ask
-
-
 def job_main(run_dir: str, start: dict[str, Any]) -> int:
     """The supervisor inside its own job: what it prints is logs/supervisor.log."""
     folder = RunDir(Path(run_dir))
     with open(folder.supervisor_log, "a", buffering=1, encoding="utf-8") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
-    return _guarded(lambda: _supervise(folder, job_id=str(start["job_id"])))
+    return _guarded(lambda: _EXIT_CODE_OF_STATE[supervise(folder, sys.stdout, job_id=str(start["job_id"])).state])
 
 
 # -- verbs -------------------------------------------------------------------------------------------------------------
@@ -110,61 +51,63 @@ def job_main(run_dir: str, start: dict[str, Any]) -> int:
 def run(args: argparse.Namespace) -> int:
     """Supervise in the foreground; make the run first if it is new."""
     config = load_config(args.config, args.set)
-    _ask_before_creating(config, with_supervisor=False)
+    _ask_before_creating(args.config, config, with_supervisor=False)
     run_dir = open_or_create(config)
-    code = _supervise(run_dir, once=args.once)
-    if not args.once:
-        _say_goodbye(run_dir)
-    return code
+    try:
+        state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
+    except KeyboardInterrupt:
+        return _say_that_it_goes_on(run_dir)
+    if args.once:
+        return OK
+    _say_goodbye(run_dir)
+    return _EXIT_CODE_OF_STATE[state.state]
 
 
 def submit(args: argparse.Namespace) -> int:
     """Start the run and a supervisor of its own, and return."""
     config = load_config(args.config, args.set)
     if config.supervisor.place != "job":
-        raise RunError("supervisor.place is foreground: start it with `higgsfield run`, or set supervisor.place to job")
-    _ask_before_creating(config, with_supervisor=True)
+        mend = "start it with `higgsfield run`, or set supervisor.place to job"
+        raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
+    _ask_before_creating(args.config, config, with_supervisor=True)
     run_dir = open_or_create(config)
-    state = _reopen(run_dir)
+    if read_state(run_dir).state == "finished":
+        print(f"{config.run.name} is finished already: {run_dir.path}")
+        return OK
+    state = reopen(run_dir)
     name = f"hs-{state.run_id[:8]}"
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     live = scheduler.find(name)
     job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
-    where = "process" if type(scheduler).__name__ == "LocalScheduler" else "job"
+    where = "process" if isinstance(scheduler, LocalScheduler) else "job"
     print(f"{config.run.name}: the supervisor is {where} {job_id}; you may log out now")
     print(f"where it stands: higgsfield status {run_dir.path}")
     print(f"what happened:   higgsfield log {run_dir.path}")
     return OK
 
 
-def _reopen(run_dir: RunDir) -> RunState:
-    """Make sure that nobody supervises the run, and that it is not over, before a supervisor is started for it."""
-    lease = take_lease(run_dir)
-    try:
-        mend_journal(run_dir.journal)
-        state = replay(read_journal(run_dir.journal))
-        if state.is_over:
-            user = getpass.getuser()
-            asked = ResumeRequested(by=user, reason=f"{user} asked for the run to go on")
-            Journal(run_dir.journal, time.time, lease.check).record(asked, state.attempt, lease.term)
-            run_dir.stop_file.unlink(missing_ok=True)
-        return state
-    finally:
-        lease.give_up()
-
-
 def status(args: argparse.Namespace) -> int:
     """Where runs stand."""
     found = [find_run(args.run, args.dir)] if args.run else all_runs(args.dir)
-    rows = [standing(run_dir, in_detail=args.run is not None) for run_dir in found]
+    rows = [_row(run_dir, in_detail=args.run is not None) for run_dir in found]
     if args.json:
         print(json.dumps({"runs": rows}, indent=2))
         return OK
     if not rows:
-        print(f"no runs under {args.dir}")
+        print(f"no runs under {args.dir.resolve()}; --dir names another folder")
     for row in rows:
         print("\n".join(status_lines(row, time.time())))
     return OK
+
+
+def _row(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
+    """A run's row; one that cannot be read does not hide the others."""
+    try:
+        return standing(run_dir, in_detail)
+    except UnusableFileError as error:
+        if in_detail:
+            raise
+        return unreadable(run_dir, str(error))
 
 
 def log(args: argparse.Namespace) -> int:
@@ -177,9 +120,9 @@ def log(args: argparse.Namespace) -> int:
     return OK
 
 
-def _print_log(run_dir: RunDir) -> None:
+def _print_log(run_dir: RunDir, is_wanted: Callable[[Event], bool] = lambda event: True) -> None:
     events = read_journal(run_dir.journal)
-    for event in events:
+    for event in filter(is_wanted, events):
         for line in event_lines(event):
             print(line)
     for line in closing_summary(events):
@@ -187,18 +130,27 @@ def _print_log(run_dir: RunDir) -> None:
 
 
 def _say_goodbye(run_dir: RunDir) -> None:
-    print(f"\nThe rollback log of {run_dir.path.name}:")
-    _print_log(run_dir)
+    print(f"\nThe rollback log of {run_dir.path.name} (all of it: higgsfield log {run_dir.path}):")
+    _print_log(run_dir, is_milestone)
     print(f"\nEverything is in {run_dir.path}")
     for path in (run_dir.final, run_dir.checkpoints, run_dir.history, run_dir.history_csv, run_dir.journal):
         if path.exists():
             print(f"  {path.name}")
 
 
+def _say_that_it_goes_on(run_dir: RunDir) -> int:
+    print(
+        f"\nthe worker goes on without a supervisor; `higgsfield resume {run_dir.path}` supervises it again,",
+        file=sys.stderr,
+    )
+    print(f"`higgsfield stop {run_dir.path}` saves and ends it", file=sys.stderr)
+    return INTERRUPTED
+
+
 def stop(args: argparse.Namespace) -> int:
     """Save, stop, and stay stopped until somebody says resume."""
     run_dir = find_run(args.run, args.dir)
-    if replay(read_journal(run_dir.journal)).is_over:
+    if read_state(run_dir).is_over:
         print(f"{run_dir.path.name} is over already")
         return OK
     publish_message(run_dir.request, Request(verb="stop", by=getpass.getuser()))
@@ -207,16 +159,16 @@ def stop(args: argparse.Namespace) -> int:
         print(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting", flush=True)
         if _wait_until_over(run_dir):
             return OK
-    code = _supervise(run_dir)
+    code = _EXIT_CODE_OF_STATE[supervise(run_dir, sys.stdout).state]
     return OK if code == STOPPED else code
 
 
 def _wait_until_over(run_dir: RunDir) -> bool:
     """True when the run is over, False when its supervisor has died meanwhile."""
-    while not replay(read_journal(run_dir.journal)).is_over:
+    while not read_state(run_dir).is_over:
         holder = read_holder(run_dir)
         if holder is None or is_gone(holder):
-            return replay(read_journal(run_dir.journal)).is_over
+            return read_state(run_dir).is_over
         time.sleep(0.3)
     print(f"{run_dir.path.name} is stopped")
     return True
@@ -225,9 +177,15 @@ def _wait_until_over(run_dir: RunDir) -> bool:
 def resume(args: argparse.Namespace) -> int:
     """Let a run go on that was stopped, gave up or lost its supervisor; in the foreground."""
     run_dir = find_run(args.run, args.dir)
-    code = _supervise(run_dir, is_asked=True)
+    if read_state(run_dir).state == "finished":
+        print(f"{run_dir.path.name} is finished already: {run_dir.path}")
+        return OK
+    try:
+        state = supervise(run_dir, sys.stdout, is_asked=True)
+    except KeyboardInterrupt:
+        return _say_that_it_goes_on(run_dir)
     _say_goodbye(run_dir)
-    return code
+    return _EXIT_CODE_OF_STATE[state.state]
 
 
 def check(args: argparse.Namespace) -> int:
@@ -270,7 +228,7 @@ def doctor(args: argparse.Namespace) -> int:
     return OK if all(item.ok for item in items) else UNFORESEEN
 
 
-def _ask_before_creating(config: Config, *, with_supervisor: bool) -> None:
+def _ask_before_creating(file: Path, config: Config, *, with_supervisor: bool) -> None:
     """Ask the scheduler's opinion of a new run's jobs, so that no folder is made for jobs that it would refuse."""
     run_dir = RunDir(Path(config.run.dir) / config.run.name)
     if run_dir.path.exists():
@@ -296,7 +254,9 @@ def _parser() -> argparse.ArgumentParser:
     for verb in (run, submit, check):
         of_config = _add(verbs, verb)
         of_config.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
-        of_config.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
+        of_config.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be given again"
+        )
         if verb is run:
             of_config.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
         if verb is check:
@@ -351,11 +311,14 @@ def _guarded(act: Callable[[], int]) -> int:
     except (HeldError, LostError) as error:
         print(error, file=sys.stderr)
         return HELD
+    except PermissionError as error:
+        print(f"{error.filename}: {error.strerror}; use a folder that is yours to write", file=sys.stderr)
+        return WRONG_INPUT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:
-        print("\nthe worker goes on; `higgsfield resume RUN` supervises it again", file=sys.stderr)
+        print(file=sys.stderr)
         return INTERRUPTED
 
 

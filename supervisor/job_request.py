@@ -1,10 +1,14 @@
 """What is submitted for a run: the worker's job and the supervisor's own, from the configuration."""
 
 from collections.abc import Collection
+from typing import Final
 
 from slurm.job import JobRequest, Resources
+from slurm.parsing import duration_s
 from worker.contract.config import ClusterConfig, Config
 from worker.contract.run_dir import RunDir
+
+_WARNING_S: Final = 120
 
 
 def worker_request(
@@ -19,7 +23,14 @@ def worker_request(
         resources=_worker_resources(config.cluster),
         exclude_nodes=tuple(sorted(exclude)),
         comment=f"a{attempt:04d}",
+        signal=f"USR2@{warning_s(config.cluster.time_limit)}",
     )
+
+
+def warning_s(time_limit: str) -> int:
+    """How many seconds before its time limit a worker is told to save: two minutes, at most a third of the limit."""
+    limit_s = duration_s(time_limit)
+    return _WARNING_S if limit_s is None else max(1, min(_WARNING_S, int(limit_s / 3)))
 
 
 def supervisor_request(config: Config, run_dir: RunDir, name: str) -> JobRequest:

@@ -100,7 +100,7 @@ def take_lease(
     with _orderly(run_dir):
         now = read_holder(run_dir)
         if now is not None and (before is None or now.holder != before.holder):
-            raise HeldError(describe(now))
+            raise HeldError(f"{run_dir.path}: {describe(now)}")
         last = _read(run_dir)
         return _write(run_dir, (last.term if last else 0) + 1, job_id)
 
@@ -129,7 +129,7 @@ def _orderly(run_dir: RunDir) -> Iterator[None]:
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise HeldError("another process takes over this run at this moment") from None
+        raise HeldError(f"{run_dir.path}: another process takes over this run at this moment") from None
     except (OSError, NotImplementedError):
         yield
         return
@@ -176,7 +176,7 @@ def _wait_until_dead(
     if is_gone(before) or (before.job_id is not None and job_is_over(before.job_id)):
         return
     if before.host == socket.gethostname():
-        raise HeldError(describe(before))
+        raise HeldError(f"{run_dir.path}: {describe(before)}")
     begun = time.monotonic()
     while time.monotonic() - begun < patience_s:
         sleep(_LOOK_EVERY_S)
@@ -184,4 +184,4 @@ def _wait_until_dead(
         if now is None:
             return
         if (now.holder, now.beat) != (before.holder, before.beat):
-            raise HeldError(describe(now))
+            raise HeldError(f"{run_dir.path}: {describe(now)}")

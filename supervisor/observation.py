@@ -1,12 +1,11 @@
 """Look once: the job, new history records, complete checkpoints, exit reports, a person's request."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-from slurm.job import JobStatus
+from slurm.job import JobState, JobStatus
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.journal import (
     Event,
@@ -26,6 +25,8 @@ from worker.contract.loss_history import BatchPosition, HistoryReader, Record
 from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
 from worker.contract.run_dir import RunDir
 
+ABSENT: Final = "the scheduler does not know it"
+
 
 class Request(Message):
     """request.json: what a person asks of a run, by a verb."""
@@ -43,8 +44,6 @@ class Observation:
     """The run's job; None = the scheduler does not know it, or there is none, or ``look_error`` says why not."""
     look_error: str | None = None
     """Why the scheduler could not be asked; None = it answered."""
-    absent_s: float = 0.0
-    """How long no look has shown the job."""
     claim: Claim | None = None
     reports: Mapping[int, ExitReport] = field(default_factory=dict)
     """Exit reports of the attempt's newest start, by rank."""
@@ -70,7 +69,6 @@ class Observer:
         self._reader = HistoryReader(run_dir.history)
         self._branch: list[Record] = []
         self._manifests: dict[tuple[int, int], Manifest] = {}
-        self._last_seen: tuple[str, float] | None = None  # job id, monotonic time
 
     def look(self, run: RunState, now: float, job: JobStatus | None, look_error: str | None) -> Observation:
         """Everything there is to see of the run, beside the job status that was asked for all runs at once."""
@@ -79,7 +77,6 @@ class Observer:
             now=now,
             job=job,
             look_error=look_error,
-            absent_s=self._absent_s(run.job_id, job, look_error),
             claim=_claim(self.run_dir, run.attempt),
             reports=newest_reports(self.run_dir, run.attempt),
             started_segments=started,
@@ -121,14 +118,6 @@ class Observer:
         self._manifests = found
         return tuple(manifest for (step, _), manifest in found.items() if manifest.step == step)
 
-    def _absent_s(self, job_id: str | None, job: JobStatus | None, look_error: str | None) -> float:
-        now = time.monotonic()
-        if job_id is None:
-            return 0.0
-        if job is not None or self._last_seen is None or self._last_seen[0] != job_id:
-            self._last_seen = (job_id, now)
-        return 0.0 if look_error else now - self._last_seen[1]
-
 
 def read_request(path: Path) -> Request | None:
     """A person's request; None where there is none, or none that can be understood."""
@@ -166,7 +155,7 @@ def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event
     """What was seen and is not yet in the journal, in the order in which it is to be written. Pure."""
     if seen.request is not None and run.stop_by is None:
         yield StopRequested(by=seen.request.by, reason=f"{seen.request.by} asked for a stop")
-    yield from _job_news(run, seen.job)
+    yield from _job_news(run, seen)
     yield from _history_news(run, seen)
     yield from _worker_news(run, seen)
     healthy = [m.step for m in seen.manifests if health(m, seen.branch, healthy_after) is Health.HEALTHY]
@@ -174,10 +163,13 @@ def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event
         yield ProgressMade(healthy_step=healthy[-1], reason=f"checkpoint-{healthy[-1]} is healthy")
 
 
-def _job_news(run: RunState, job: JobStatus | None) -> Iterator[Event]:
-    if job is None or job.job_id != run.job_id:
+def _job_news(run: RunState, seen: Observation) -> Iterator[Event]:
+    job, told = seen.job, run.job
+    if job is None:
+        yield from _absence(run, seen)
         return
-    told = run.job
+    if job.job_id != run.job_id:
+        return
     is_back = job.restarts > (told.restarts if told else 0)
     is_told = run.preempted == (job.job_id, job.restarts)
     was_preempted = run.left is not None and run.left.error is not None and run.left.error.what == "preempted"
@@ -186,6 +178,15 @@ def _job_news(run: RunState, job: JobStatus | None) -> Iterator[Event]:
     new = JobSeen(job_id=job.job_id, state=job.state.value, why=job.why, nodes=tuple(job.nodes), restarts=job.restarts)
     if told is None or _facts(told) != _facts(new):
         yield new
+
+
+def _absence(run: RunState, seen: Observation) -> Iterator[Event]:
+    """A job that an answering scheduler does not know is noted once; how long ago tells whether it is over."""
+    if run.job_id is None or not run.has_live_job or seen.look_error is not None:
+        return
+    if run.job is None or run.job.state != JobState.UNRECOGNISED.value:
+        restarts = run.job.restarts if run.job else 0
+        yield JobSeen(job_id=run.job_id, state=JobState.UNRECOGNISED.value, why=ABSENT, restarts=restarts)
 
 
 def _facts(job: JobSeen) -> tuple[object, ...]:
@@ -251,7 +252,7 @@ def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
         return  # that start is over and done with: Slurm put the job back
     if run.awaits_attempt and report.outcome is not Outcome.DONE:
         return  # a person's resume has answered it: the next attempt is about to be decided
-    what = f" ({report.error.what or report.error.message})" if report.error else ""
+    what = f" ({report.error.what})" if report.error and report.error.what else ""
     yield WorkerLeft(
         restart=report.restart,
         outcome=report.outcome,

@@ -1,5 +1,6 @@
 """What to do next, and why.  Pure: values in, one decision out."""
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,7 +67,7 @@ def _stop(run: RunState, seen: Observation, rules: Rules, by: str) -> Decision:
 
 def _end_stopped(run: RunState, seen: Observation, rules: Rules, by: str, reason: str) -> Decision:
     if run.has_live_job and not job_is_over(run, seen, rules):
-        return AskToStop("the worker is to save and leave") if run.left is None else Wait("the job is about to end")
+        return AskToStop("the worker is to save and leave")
     return EndStopped(_newest_step(seen), by, reason)
 
 
@@ -98,10 +99,8 @@ def job_is_over(run: RunState, seen: Observation, rules: Rules) -> bool:
         return True
     if seen.look_error is not None:
         return False
-    if seen.job is None:
-        return seen.absent_s >= rules.recovery.absent_grace_s
-    if seen.job.state in MAY_COME_BACK and run.job is not None:
-        return seen.now - run.job.time >= rules.recovery.absent_grace_s
+    if seen.job is None or seen.job.state in MAY_COME_BACK:
+        return run.job is not None and seen.now - run.job.time >= rules.recovery.absent_grace_s
     return seen.job.state.is_over
 
 
@@ -130,15 +129,22 @@ def _is_unclaimed(run: RunState, seen: Observation) -> bool:
 
 
 def _submit(run: RunState, seen: Observation, rules: Rules) -> Decision:
-    limit = rules.recovery.max_submissions_per_hour
-    recent = [time for time in run.submitted_times if seen.now - time < _HOUR_S]
-    if len(recent) >= limit:
-        return Wait(f"{limit} jobs were submitted within the last hour (recovery.max_submissions_per_hour)")
     if run.failed_submissions >= _MAX_FAILED_SUBMISSIONS:
         return GiveUp(f"{run.failed_submissions} submissions in a row were refused", error=run.reason)
-    if seen.now - run.last_submit_failed_at < _SUBMIT_RETRY_S * 2**run.failed_submissions:
-        return Wait(f"the last submission failed: {run.reason}")
-    return Submit(f"attempt {run.attempt} needs a job")
+    wait = why_not_submitted(run, seen.now, rules.recovery)
+    return Wait(wait) if wait is not None else Submit(f"attempt {run.attempt} needs a job")
+
+
+def why_not_submitted(run: RunState, now: float, recovery: RecoveryConfig) -> str | None:
+    """Why a run without a job is not given one now; None = it is."""
+    limit = recovery.max_submissions_per_hour
+    recent = [time for time in run.submitted_times if now - time < _HOUR_S]
+    if len(recent) >= limit:
+        minutes = math.ceil((recent[-limit] + _HOUR_S - now) / 60)
+        return f"{limit} jobs within an hour (recovery.max_submissions_per_hour); the next in {minutes} min"
+    if now - run.last_submit_failed_at < _SUBMIT_RETRY_S * 2**run.failed_submissions:
+        return f"tried again in a while: {run.reason}"
+    return None
 
 
 def _after_the_job(run: RunState, seen: Observation, rules: Rules) -> Decision:

@@ -12,6 +12,7 @@ from typing import Any
 
 from supervisor.journal import Event, JobSeen, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
+from supervisor.policy import why_not_submitted
 from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
@@ -21,6 +22,22 @@ from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
 
 _FOLDERS = ("checkpoints", "attempts", "quarantine", "logs")
+_COLUMNS = [
+    "name",
+    "dir",
+    "state",
+    "step",
+    "max_steps",
+    "loss",
+    "lr_scale",
+    "rollbacks",
+    "attempt",
+    "job",
+    "supervisor",
+    "since",
+    "eta",
+    "reason",
+]
 _VERSIONED = ("higgsfield-supervisor", "torch", "transformers", "accelerate", "submitit")
 
 
@@ -52,7 +69,8 @@ def _check_same(run_dir: RunDir, config: Config) -> None:
         raise RunError(f"{error}; choose another run.name") from None
     if there != config:
         keys = ", ".join(_differences(there.model_dump(), config.model_dump()))
-        raise RunError(f"{run_dir.path}: another run has this name (it differs in {keys}); choose another run.name")
+        mend = f"choose another run.name, or remove {run_dir.path} to begin anew"
+        raise RunError(f"{run_dir.path}: another run has this name (it differs in {keys}); {mend}")
     if not os.access(run_dir.path, os.W_OK):
         raise RunError(f"{run_dir.path}: may not be written by you; run it as its owner or choose another run.dir")
 
@@ -139,9 +157,21 @@ def standing(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
         "supervisor": _holder(run_dir),
         "since": state.since,
         "eta": _eta(config, events, state, last),
-        "reason": state.reason,
+        "reason": _reason(config, state),
     }
     return row | _details(run_dir, config, state, events) if in_detail else row
+
+
+def unreadable(run_dir: RunDir, why: str) -> dict[str, Any]:
+    """The row of a run whose files cannot be read: every number null."""
+    row: dict[str, Any] = dict.fromkeys(_COLUMNS)
+    return row | {"name": run_dir.path.name, "dir": str(run_dir.path), "state": "unreadable", "reason": why}
+
+
+def _reason(config: Config, state: RunState) -> str:
+    """Why it stands where it stands: the journal's last reason, or why there is no job."""
+    waits = state.state == "queued" and state.job_id is None
+    return (why_not_submitted(state, time.time(), config.recovery) if waits else None) or state.reason
 
 
 def _max_steps(config: Config, events: list[Event]) -> int | None:

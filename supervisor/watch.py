@@ -13,6 +13,7 @@ from supervisor.decision import Decision, Wait
 from supervisor.journal import LookFailed, LookRecovered
 from supervisor.observation import Observation, Observer, look_up, news
 from supervisor.policy import Rules, decide
+from supervisor.run_state import RunState
 from worker.contract.run_dir import RunDir
 
 LOCAL_PASS_S: Final = 0.3
@@ -30,7 +31,7 @@ _NETWORK_FILESYSTEMS: Final = frozenset(
 class Ears(Protocol):
     """Who is told how a run goes on, beside its events."""
 
-    def progress(self, seen: Observation) -> None:
+    def progress(self, run: RunState, seen: Observation) -> None:
         """After each pass."""
         ...
 
@@ -61,6 +62,7 @@ class JobLooks:
         self._quiet_s = quiet_s
         self._busy_s = busy_s
         self._looked_at = float("-inf")
+        self.asked: frozenset[str] = frozenset()
         self.found: Mapping[str, JobStatus] = {}
         self.error: str | None = None
 
@@ -74,6 +76,7 @@ class JobLooks:
         """Ask the scheduler now."""
         ids = [each.run.state.job_id for each in runs if each.run.state.job_id is not None]
         self.found, self.error = look_up(self._scheduler, ids)
+        self.asked = frozenset(ids)
         self._looked_at = time.monotonic()
 
 
@@ -99,13 +102,14 @@ def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> 
         run.lease.beat()
         if run.state.open_intent is not None:
             finish_open_intent(run)
+        if run.state.job_id is not None and run.state.job_id not in looks.asked:
             looks.look(together)
         decision, seen = _look_and_decide(watched, looks)
         if not isinstance(decision, Wait) and run.state.job_id is not None:
             looks.look(together)  # act on what is, not on what was seen a while ago
             decision, seen = _look_and_decide(watched, looks)
         carry_out(run, decision)
-        watched.ears.progress(seen)
+        watched.ears.progress(run.state, seen)
     except SchedulerError as error:
         watched.ears.trouble(f"the scheduler does not answer: {error}")
         return Wait(f"the scheduler does not answer: {error}")

@@ -7,8 +7,17 @@ from typing import Final, TextIO
 from supervisor.journal import Event
 from supervisor.observation import Observation
 from supervisor.report.texts import event_lines
+from supervisor.run_state import RunState
+from worker.contract.loss_history import Record
 
 _PROGRESS_EVERY_S: Final = 10.0
+
+
+def _waits_for(run: RunState) -> str:
+    if run.job is None:
+        return "no job yet"
+    is_loading = run.job.state == "RUNNING" and run.state == "starting"
+    return f"job {run.job.job_id} is {run.job.state}{': the worker loads' if is_loading else ''}"
 
 
 class Screen:
@@ -29,23 +38,27 @@ class Screen:
         for line in event_lines(event):
             self._write(line + "\n")
 
-    def progress(self, seen: Observation) -> None:
-        """Show where training is."""
+    def progress(self, run: RunState, seen: Observation) -> None:
+        """Show where training is, or, on a terminal, what it waits for."""
         self._trouble = ""
-        last = seen.last
         now = time.monotonic()
-        if last is None or now - self._shown_at < (0.5 if self._is_live else _PROGRESS_EVERY_S):
+        if now - self._shown_at < (0.5 if self._is_live else _PROGRESS_EVERY_S):
             return
-        loss = "not finite" if last.loss is None else f"{last.loss:.4f}"
-        rate = "" if last.lr is None else f"  rate {last.lr:.3g}"
-        text = f"step {last.step}{self._of}  loss {loss}{rate}"
-        if text == self._shown:
+        last = seen.last
+        is_training = last is not None and last.attempt == run.attempt and run.state == "training"
+        text = self._step(last) if is_training and last is not None else f"{run.state}, {_waits_for(run)}"
+        if text == self._shown or not (is_training or self._is_live):
             return
         self._shown, self._shown_at = text, now
         if self._is_live:
             self._write(f"\r\x1b[K{self._run}: {text}"[: shutil.get_terminal_size().columns + 4])
         else:
             self._write(f"{'':21}{text}\n")
+
+    def _step(self, last: Record) -> str:
+        loss = "not finite" if last.loss is None else f"{last.loss:.4f}"
+        rate = "" if last.lr is None else f"  rate {last.lr:.3g}"
+        return f"step {last.step}{self._of}  loss {loss}{rate}"
 
     def trouble(self, message: str) -> None:
         """Say once what is being tried again."""

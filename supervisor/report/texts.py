@@ -16,6 +16,7 @@ from supervisor.journal import (
     Stopped,
     SubmitIntended,
     SupervisorStarted,
+    VerdictSeen,
     WorkerLeft,
 )
 from supervisor.run_state import OVER
@@ -62,6 +63,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if days < 1 else f"{days} d {hours % 24} h"
 
 
+def is_milestone(event: Event) -> bool:
+    """Whether an event belongs to the rollback log proper: attempts, verdicts, and how it ended."""
+    return isinstance(event, VerdictSeen | RolledBack | Continued | Finished | Stopped | GaveUp)
+
+
 def event_lines(event: Event) -> list[str]:
     """An event for a person: [] for what another line says anyway."""
     if isinstance(event, _QUIET):
@@ -106,7 +112,8 @@ def _more(event: Event) -> list[str]:
         case WorkerLeft() if event.error is not None and event.error.message:
             return [f"{event.error.type}: {event.error.message}".splitlines()[0]]
         case GaveUp():
-            error = event.error.rstrip().splitlines()[-12:] if event.error else []
+            told = event.error is None or event.error in event.reason
+            error = [] if told or event.error is None else event.error.rstrip().splitlines()[-12:]
             return [*(f"tried: {text}" for text in event.tried), *error]
         case Stopped():
             at = f"the newest checkpoint is at step {event.saved_step}" if event.saved_step else "nothing was saved yet"
@@ -137,7 +144,7 @@ def closing_summary(events: list[Event]) -> list[str]:
         case GaveUp():
             return [f"Gave up after {wall}: {counted}. {last.reason}."]
         case _:
-            return [f"Under way for {wall}: {counted}."]
+            return [f"Under way, {wall} until the last event: {counted}."]
 
 
 def _count(number: int, noun: str) -> str:
@@ -146,6 +153,8 @@ def _count(number: int, noun: str) -> str:
 
 def status_lines(row: dict[str, Any], now: float) -> list[str]:
     """A run's row of ``supervisor.runs.standing`` for a person; ``now`` is UTC seconds."""
+    if row["since"] is None:
+        return [f"{row['name']}: {row['state']}", f"  {row['reason']}"]
     step = "no step yet" if row["step"] is None else f"step {row['step']}"
     step += f" of {row['max_steps']}" if row["max_steps"] else ""
     loss = "" if row["loss"] is None else f", loss {row['loss']:.4g}"
@@ -158,7 +167,11 @@ def status_lines(row: dict[str, Any], now: float) -> list[str]:
         where = (
             "no job yet" if job is None else f"job {job['id']} {job['state']} {' '.join([*job['nodes'], job['why']])}"
         )
-        alive = "nobody supervises it: higgsfield resume" if holder is None or holder["alive"] is False else ""
+        alive = (
+            f"nobody supervises it: higgsfield resume {row['dir']}"
+            if holder is None or holder["alive"] is False
+            else ""
+        )
         watcher = alive or f"supervised from {holder['host']}"
         lines.append(f"  {where.strip()}; {watcher}")
     if row["reason"]:
@@ -166,5 +179,7 @@ def status_lines(row: dict[str, Any], now: float) -> list[str]:
     lines.extend(f"  checkpoint-{each['step']}: {each['health']}" for each in row.get("checkpoints", []))
     if "budgets" in row:
         left = row["budgets"]
-        lines.append(f"  left: {left['rollbacks_left']} rollbacks, {left['attempts_left']} attempts without progress")
+        lines.append(
+            f"  budget: {left['rollbacks_left']} more rollbacks, {left['attempts_left']} more attempts without progress"
+        )
     return lines

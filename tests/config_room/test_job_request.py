@@ -6,7 +6,7 @@ import pytest
 
 from slurm.job import RequestError
 from supervisor.config import load_config
-from supervisor.job_request import supervisor_request, worker_request
+from supervisor.job_request import supervisor_request, warning_s, worker_request
 from worker.contract.config import ClusterConfig, Config
 from worker.contract.run_dir import RunDir
 
@@ -74,3 +74,11 @@ def test_the_supervisor_s_job_is_small_and_outside_of_srun(folder: Path) -> None
 def test_a_run_folder_that_slurm_would_expand_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError):
         worker_request(configured(), RunDir(Path("/runs/100%")), "hf-0", 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("1-00:00:00", 120), ("00:06:00", 120), ("3", 60), ("00:01:00", 20), ("00:00:01", 1), ("UNLIMITED", 120)],
+)
+def test_the_warning_before_the_time_limit_is_a_third_of_it_at_most(limit: str, seconds: int) -> None:
+    assert warning_s(limit) == seconds

@@ -10,7 +10,7 @@ from supervisor.decision import Decision
 from supervisor.journal import Event, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import read_holder, take_lease
 from supervisor.observation import Observation
-from supervisor.run_state import replay
+from supervisor.run_state import RunState, replay
 from supervisor.runs import open_or_create
 from supervisor.watch import JobLooks, Watched, one_pass
 from tests.fakes import FakeScheduler
@@ -45,7 +45,7 @@ class Silent:
     def __init__(self) -> None:
         self.troubles: list[str] = []
 
-    def progress(self, seen: Observation) -> None:
+    def progress(self, run: RunState, seen: Observation) -> None:
         pass
 
     def trouble(self, message: str) -> None:

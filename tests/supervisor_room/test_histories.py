@@ -213,6 +213,21 @@ def test_a_job_that_may_come_back_is_given_time(stage: Stage, state: JobState) -
     assert stage.submissions == 2
 
 
+def test_a_job_that_the_scheduler_forgot_is_over_after_a_while_for_whoever_looks(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.scheduler.forget(stage.job_id)
+    stage.settle()
+    assert stage.submissions == 1
+    stage.now += stage.config.recovery.absent_grace_s
+    stage.start_supervisor()
+    stage.settle()
+    assert stage.submissions == 2
+    assert stage.names.count("JobSeen") == 4  # pending, running, unknown, and the next one
+
+
 def test_a_foreign_scancel_stops_the_run_for_good(stage: Stage) -> None:
     stage.settle()
     stage.start_job()
@@ -478,6 +493,17 @@ def test_stop_saves_and_stays_stopped(stage: Stage) -> None:
     assert stage.state == "stopped"
     assert isinstance(stage.events[-1], Stopped)
     assert (stage.events[-1].by, stage.events[-1].saved_step) == ("bob", 25)
+
+
+def test_stop_ends_the_waiting_of_a_worker_that_just_saw_a_spike(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    publish_message(stage.run_dir.request, Request(verb="stop", by="bob"))
+    stage.settle()
+    assert stage.directive.stop == "save"
+    assert stage.directive.attempt == 1
 
 
 def test_stop_cancels_a_job_that_waits(stage: Stage) -> None:

@@ -105,4 +105,4 @@ def test_no_runs_yet(tmp_path: Path) -> None:
     house = furnish(tmp_path, environment())
     assert house.json("status") == {"runs": []}
     done = house.higgsfield("status")
-    assert (done.returncode, done.stdout) == (0, "no runs under runs\n")
+    assert (done.returncode, done.stdout) == (0, f"no runs under {tmp_path / 'runs'}; --dir names another folder\n")

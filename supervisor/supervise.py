@@ -1,0 +1,106 @@
+"""One run in the hands of this process, from the lease to the last event."""
+
+import getpass
+import os
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
+from supervisor.actions import SupervisedRun
+from supervisor.decision import Wait
+from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
+from supervisor.lease import Lease, take_lease
+from supervisor.report.screen import Screen
+from supervisor.run_state import RunState, replay
+from supervisor.watch import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks, Watched, one_pass, seconds_between_passes, watch
+from worker.contract import config as contract_config
+from worker.contract.run_dir import RunDir
+
+
+def read_state(run_dir: RunDir) -> RunState:
+    """Where the run stands by its journal."""
+    return replay(read_journal(run_dir.journal))
+
+
+def supervise(run_dir: RunDir, out: TextIO, *, is_asked: bool = False, job_id: str | None = None) -> RunState:
+    """Take the run's lease and supervise it to its end; a run that is over goes on only when a person asked.
+
+    HeldError where another supervisor lives, LostError where one took over.
+    """
+    if read_state(run_dir).is_over and not is_asked:
+        return read_state(run_dir)
+    watched, looks, lease = _begin(run_dir, out, job_id)
+    try:
+        run = watched.run
+        run.introduce()
+        if is_asked and run.state.is_over:
+            run.record(_asked())
+            run_dir.stop_file.unlink(missing_ok=True)
+        watch([watched], time.sleep, looks, seconds_between_passes(run_dir))
+        return run.state
+    finally:
+        lease.give_up()
+
+
+def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
+    """Take the run's lease, do what there is to do now, and leave; a pass without news leaves no line."""
+    if read_state(run_dir).is_over:
+        return read_state(run_dir)
+    watched, looks, lease = _begin(run_dir, out, None)
+    try:
+        looks.look([watched])
+        while not isinstance(one_pass(watched, looks, [watched]), Wait) and not watched.run.state.is_over:
+            looks.look([watched])
+        return watched.run.state
+    finally:
+        lease.give_up()
+
+
+def reopen(run_dir: RunDir) -> RunState:
+    """Make sure that nobody supervises the run, and that it is not over, before a supervisor is started for it."""
+    lease = take_lease(run_dir)
+    try:
+        mend_journal(run_dir.journal)
+        state = read_state(run_dir)
+        if state.is_over:
+            Journal(run_dir.journal, time.time, lease.check).record(_asked(), state.attempt, lease.term)
+            run_dir.stop_file.unlink(missing_ok=True)
+        return state
+    finally:
+        lease.give_up()
+
+
+def _begin(run_dir: RunDir, out: TextIO, job_id: str | None) -> tuple[Watched, JobLooks, Lease]:
+    config = contract_config.read(run_dir.config)
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
+    mend_journal(run_dir.journal)
+    screen = Screen(out, config.run.name, config.training.max_steps)
+    started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
+    state = read_state(run_dir)
+    run = SupervisedRun(config, run_dir, scheduler, lease, time.time, screen.event, state, started)
+    return Watched(run, screen), _looks(scheduler, run_dir), lease
+
+
+def _looks(scheduler: Scheduler, run_dir: RunDir) -> JobLooks:
+    """The stand-in is asked at each pass, because it costs nothing; a cluster as seldom as can be."""
+    if isinstance(scheduler, LocalScheduler):
+        return JobLooks(scheduler, quiet_s=seconds_between_passes(run_dir), busy_s=0.0)
+    return JobLooks(scheduler, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S)
+
+
+def _is_over(scheduler: Scheduler) -> Callable[[str], bool]:
+    def ask(job_id: str) -> bool:
+        try:
+            status = scheduler.look([job_id]).get(job_id)
+        except SchedulerError:
+            return False
+        return status is not None and status.state.is_over
+
+    return ask
+
+
+def _asked() -> ResumeRequested:
+    user = getpass.getuser()
+    return ResumeRequested(by=user, reason=f"{user} asked for the run to go on")
