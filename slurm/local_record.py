@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slurm.commands import SchedulerError
 from slurm.job import JobState
 from slurm.processes import Process, boot_id, is_alive, session_members
 
@@ -65,11 +66,16 @@ def write_json(target: Path, value: object) -> None:
 
 def read(folder: Path, job_id: str) -> Record | None:
     """The record of a job, or None if this folder has none."""
+    file = path(folder, job_id)
     try:
-        fields = json.loads(path(folder, job_id).read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return Record(**{**fields, "process": Process(**fields["process"]), "state": JobState(fields["state"])})
     except FileNotFoundError:
         return None
-    return Record(**{**fields, "process": Process(**fields["process"]), "state": JobState(fields["state"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise SchedulerError(
+            f"{file}: is no record of a job ({type(error).__name__}); remove it if its job is over"
+        ) from None
 
 
 def read_all(folder: Path) -> list[Record]:

@@ -23,6 +23,7 @@ from supervisor.journal import (
     Finished,
     GaveUp,
     Journal,
+    Plan,
     RolledBack,
     StartMoved,
     Stopped,
@@ -37,7 +38,7 @@ from supervisor.report.history_csv import write_history_csv
 from supervisor.run_state import RunState, apply
 from worker.contract.config import Config
 from worker.contract.directive import Directive, publish_directive, read_directive
-from worker.contract.files import sync_folder
+from worker.contract.files import UnusableFileError, sync_folder
 from worker.contract.run_dir import RunDir, checkpoint_step
 
 
@@ -124,13 +125,21 @@ def _begin_attempt(run: SupervisedRun, plan: AttemptDecided) -> None:
     for name in plan.quarantine:
         _quarantine(run.run_dir, name, run.state.attempt)
     _prune_quarantine(run.run_dir, run.config.checkpoint.keep_quarantined)
-    published = read_directive(run.run_dir.directive)
+    published = _published(run)
     if published is None or published.attempt < number:
         publish_directive(run.run_dir.directive, _directive(run, plan, number))
     run.record(_outcome(plan), attempt=number)
 
 
-def _directive(run: SupervisedRun, plan: AttemptDecided, number: int) -> Directive:
+def _published(run: SupervisedRun) -> Directive | None:
+    """The directive as it stands; None where there is none, or one that was spoilt and is to be written again."""
+    try:
+        return read_directive(run.run_dir.directive)
+    except UnusableFileError:
+        return None
+
+
+def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
     return Directive(
         attempt=number,
         accept_level=plan.accept_level,
@@ -217,7 +226,9 @@ def _start_now(run: SupervisedRun, decision: StartNow) -> None:
 
 def _publish_stop(run: SupervisedRun, how: str) -> None:
     """Republish the attempt's directive with a stop, so that no agent trains or waits on; never weaken one."""
-    directive = read_directive(run.run_dir.directive)
+    directive = _published(run)
+    if directive is None and run.state.plan is not None:
+        directive = _directive(run, run.state.plan, run.state.attempt)
     if directive is None or directive.stop in (how, "now"):
         return
     publish_directive(run.run_dir.directive, directive.model_copy(update={"stop": how}))

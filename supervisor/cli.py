@@ -1,6 +1,7 @@
 """The command line: one function a verb; the only place that prints or chooses an exit code."""
 
 import argparse
+import errno
 import getpass
 import importlib.metadata
 import json
@@ -33,6 +34,7 @@ STOPPED: Final = 4
 HELD: Final = 5
 INTERRUPTED: Final = 130
 
+_A_PERSONS_DISK: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
 _EXIT_CODE_OF_STATE: Final = {"finished": OK, "gave_up": GAVE_UP, "stopped": STOPPED}
 
 
@@ -114,7 +116,7 @@ def log(args: argparse.Namespace) -> int:
     """The rollback log."""
     run_dir = find_run(args.run, args.dir)
     if args.json:
-        sys.stdout.write(run_dir.journal.read_text(encoding="utf-8"))
+        sys.stdout.buffer.write(run_dir.journal.read_bytes())
         return OK
     _print_log(run_dir)
     return OK
@@ -311,12 +313,17 @@ def _guarded(act: Callable[[], int]) -> int:
     except (HeldError, LostError) as error:
         print(error, file=sys.stderr)
         return HELD
-    except PermissionError as error:
-        print(f"{error.filename}: {error.strerror}; use a folder that is yours to write", file=sys.stderr)
-        return WRONG_INPUT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
+    except OSError as error:
+        if error.errno not in _A_PERSONS_DISK:
+            raise
+        print(
+            f"{error.filename or 'the disk'}: {error.strerror}; make room or use a folder that you may write",
+            file=sys.stderr,
+        )
+        return WRONG_INPUT
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED

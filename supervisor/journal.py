@@ -243,12 +243,21 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="e
 
 
 def read_journal(path: Path) -> list[Event]:
-    """All events in order; a torn last line is left out; UnusableFileError where a whole line is no event of ours."""
+    """All events in order; a torn last line is left out.
+
+    UnusableFileError where a whole line is no event of ours, or where the beginning is gone: without it the run would
+    be taken for a new one.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return []
-    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
+        lines = []
+    events = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
+    if not events or not isinstance(events[0], RunCreated):
+        raise UnusableFileError(
+            path, "does not begin with RunCreated; put it back from a copy, nothing else knows the run"
+        )
+    return events
 
 
 def _parse(path: Path, number: int, line: bytes) -> Event:
@@ -282,6 +291,8 @@ class Journal:
     def record(self, event: Event, attempt: int, term: int) -> Event:
         """Make ``event`` durable, stamped with time, attempt and term; the event as it was written."""
         self._check()
+        if not self.path.exists():
+            raise UnusableFileError(self.path, "is gone; put it back, nothing is done without it")
         stamped = event.model_copy(update={"time": self._clock(), "attempt": attempt, "term": term})
         append_line(self.path, _format(stamped))
         return stamped

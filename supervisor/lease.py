@@ -60,8 +60,12 @@ class Lease:
         return self.file.term
 
     def check(self) -> None:
-        """Return while the lease is our own; LostError otherwise."""
-        found = read_message(self.run_dir.lease, LeaseFile)
+        """Return while the lease is our own; LostError otherwise. A file that was spoilt is written again."""
+        try:
+            found = read_message(self.run_dir.lease, LeaseFile)
+        except UnusableFileError:
+            publish_message(self.run_dir.lease, self.file)
+            return
         if found is None or found.holder != self.file.holder:
             raise LostError(f"{found.holder if found else 'nobody'} holds {self.run_dir.path.name} now")
 

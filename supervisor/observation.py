@@ -128,7 +128,11 @@ def read_request(path: Path) -> Request | None:
 
 
 def _claim(run_dir: RunDir, attempt: int) -> Claim | None:
-    return read_claim(run_dir.claim(attempt)) if attempt else None
+    """The attempt's claim; one that cannot be read claims nothing."""
+    try:
+        return read_claim(run_dir.claim(attempt)) if attempt else None
+    except UnusableFileError:
+        return None
 
 
 def newest_reports(run_dir: RunDir, attempt: int) -> dict[int, ExitReport]:
@@ -137,8 +141,16 @@ def newest_reports(run_dir: RunDir, attempt: int) -> dict[int, ExitReport]:
     if not restarts:
         return {}
     folder = run_dir.restart(attempt, restarts[-1])
-    found = (read_message(path, ExitReport) for path in sorted(folder.glob("rank-*.exit.json")))
+    found = (_report(path) for path in sorted(folder.glob("rank-*.exit.json")))
     return {report.rank: report for report in found if report is not None}
+
+
+def _report(path: Path) -> ExitReport | None:
+    """An exit report; one that cannot be read reports nothing, and its job will be seen to be over."""
+    try:
+        return read_message(path, ExitReport)
+    except UnusableFileError:
+        return None
 
 
 def look_up(scheduler: Scheduler, job_ids: Sequence[str]) -> tuple[Mapping[str, JobStatus], str | None]:

@@ -1,5 +1,6 @@
 """Making a run's folder, finding it again, and where it stands."""
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -54,6 +55,9 @@ def open_or_create(config: Config) -> RunDir:
     try:
         _create(run_dir, config)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and run_dir.config.exists():
+            _check_same(run_dir, config)  # somebody else made it at the same moment
+            return run_dir
         raise RunError(
             f"{run_dir.path}: cannot be made ({error.strerror}); set run.dir to a folder you may write"
         ) from None
@@ -66,7 +70,7 @@ def _check_same(run_dir: RunDir, config: Config) -> None:
     try:
         there = contract_config.read(run_dir.config)
     except UnusableFileError as error:
-        raise RunError(f"{error}; choose another run.name") from None
+        raise RunError(f"{error}; put it back, or choose another run.name") from None
     if there != config:
         keys = ", ".join(_differences(there.model_dump(), config.model_dump()))
         mend = f"choose another run.name, or remove {run_dir.path} to begin anew"

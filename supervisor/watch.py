@@ -14,6 +14,7 @@ from supervisor.journal import LookFailed, LookRecovered
 from supervisor.observation import Observation, Observer, look_up, news
 from supervisor.policy import Rules, decide
 from supervisor.run_state import RunState
+from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
 
 LOCAL_PASS_S: Final = 0.3
@@ -113,6 +114,9 @@ def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> 
     except SchedulerError as error:
         watched.ears.trouble(f"the scheduler does not answer: {error}")
         return Wait(f"the scheduler does not answer: {error}")
+    except UnusableFileError as error:
+        watched.ears.trouble(str(error))
+        return Wait(str(error))
     except OSError as error:
         watched.ears.trouble(
             f"{run.run_dir.path}: {error.strerror or error}; nothing is done before it can be written down"
@@ -131,9 +135,17 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     _note_silence(run, seen)
     for event in news(run.state, seen, run.config.checkpoint.healthy_after):
         run.record(event)
-    if seen.request is not None:
-        run.run_dir.request.unlink(missing_ok=True)
+    _clear_request(watched, seen)
     return decide(run.state, seen, watched.rules), seen
+
+
+def _clear_request(watched: Watched, seen: Observation) -> None:
+    """Remove a request that is in the journal by now, or that nobody can understand."""
+    path = watched.run.run_dir.request
+    if path.exists():
+        if seen.request is None:
+            watched.ears.trouble(f"{path}: is no request that this version knows; removed")
+        path.unlink(missing_ok=True)
 
 
 def _note_silence(run: SupervisedRun, seen: Observation) -> None:

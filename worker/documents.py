@@ -120,6 +120,10 @@ def _parse_json(data: bytes, what: str) -> Any:
         raise _BadFileError(f"{what} is not JSON ({error.msg}{where}); mend or remove it") from None
     except UnicodeDecodeError:
         raise _BadFileError(f"{what} is not UTF-8; convert it") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise _BadFileError(
+            f"{what} is JSON that nothing can read ({type(error).__name__}); mend or remove it"
+        ) from None
 
 
 def _rows_of_csv(path: Path) -> Iterator[tuple[str, Any]]:

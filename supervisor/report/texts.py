@@ -73,7 +73,13 @@ def event_lines(event: Event) -> list[str]:
     if isinstance(event, _QUIET):
         return []
     head = f"{local_time(event.time)}  {_WORDS[event.event]:<13} "
-    return [f"{head}{_text(event)}", *(f"{'':20} {'':13} {line}" for line in _more(event))]
+    lines = [f"{head}{_text(event)}", *(f"{'':20} {'':13} {line}" for line in _more(event))]
+    return [printable(line) for line in lines]
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters: what comes from files shall not paint a terminal or forge a line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _text(event: Event) -> str:
@@ -182,4 +188,4 @@ def status_lines(row: dict[str, Any], now: float) -> list[str]:
         lines.append(
             f"  budget: {left['rollbacks_left']} more rollbacks, {left['attempts_left']} more attempts without progress"
         )
-    return lines
+    return [printable(line) for line in lines]

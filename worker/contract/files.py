@@ -4,6 +4,7 @@ One writer a file is the rule of the house, so nothing here locks.  Temporary fi
 which no reader's pattern matches.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -46,7 +47,8 @@ def publish(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
