@@ -243,7 +243,7 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="e
 
 
 def read_journal(path: Path) -> list[Event]:
-    """All events in order; a torn last line is left out.
+    """All events in order, [] where there is no file; a torn last line is left out.
 
     UnusableFileError where a whole line is no event of ours, or where the beginning is gone: without it the run would
     be taken for a new one.
@@ -251,7 +251,7 @@ def read_journal(path: Path) -> list[Event]:
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        lines = []
+        return []
     events = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
     if not events or not isinstance(events[0], RunCreated):
         raise UnusableFileError(

@@ -75,6 +75,8 @@ def _check_same(run_dir: RunDir, config: Config) -> None:
         keys = ", ".join(_differences(there.model_dump(), config.model_dump()))
         mend = f"choose another run.name, or remove {run_dir.path} to begin anew"
         raise RunError(f"{run_dir.path}: another run has this name (it differs in {keys}); {mend}")
+    if not run_dir.journal.exists():
+        raise RunError(f"{run_dir.journal}: is gone; put it back, or choose another run.name")
     if not os.access(run_dir.path, os.W_OK):
         raise RunError(f"{run_dir.path}: may not be written by you; run it as its owner or choose another run.dir")
 

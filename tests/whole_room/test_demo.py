@@ -54,7 +54,7 @@ def test_it_finishes_and_says_where_everything_is(demo: Demo) -> None:
     assert demo.done is not None
     assert (demo.done.returncode, demo.done.stderr) == (0, "")
     log, _, files = demo.done.stdout.rpartition("\nEverything is in ")
-    assert "ROLLED BACK" in log.partition("\nThe rollback log of demo:\n")[2]
+    assert "ROLLED BACK" in log.partition("\nThe rollback log of demo ")[2]
     folder, *names = files.split()
     assert folder == str(demo.run.path)
     assert all((demo.run.path / name).exists() for name in names)
