@@ -129,6 +129,9 @@ class TrainingConfig(Section):
     """Optimizer steps between lines in logs/train.log."""
     report_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Trackers of the Trainer: tensorboard, wandb, mlflow."""
+    zygote: bool = True
+    """Start each trainer from a process that has imported everything: a relaunch in well under a second instead of
+    many, for the memory of those imports; false = a new interpreter each time."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other field of transformers.TrainingArguments that is not ours."""
 
