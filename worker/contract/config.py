@@ -160,6 +160,8 @@ class EmaConfig(Section):
     """Decay a step."""
     every: Positive = 10
     """Optimizer steps between updates; each applies ``decay ** every``."""
+    device: Literal["same", "cpu"] = "same"
+    """Where the average lives: with the weights, or in main memory."""
 
 
 class CheckpointConfig(Section):
