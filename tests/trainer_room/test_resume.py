@@ -13,6 +13,7 @@ from tests.trainer_room.rig import TINY, Rig, same_end
 from worker.checkpoints import digest_of
 from worker.contract.files import publish_message
 from worker.contract.manifest import MANIFEST, Manifest, complete_manifest
+from worker.order import EpochOrder
 
 pytestmark = pytest.mark.training
 
@@ -63,6 +64,7 @@ def test_two_ranks_then_one_then_two_train_on_the_same_samples(make_rig: Callabl
     without_dropout = {"config": {**TINY, "attention_dropout": 0.0}}
     undisturbed = make_rig("undisturbed", model=without_dropout)
     undisturbed.finish()
+    order = EpochOrder(range(20), global_batch=4, seed=7, shuffle=True, skipped=())
     before, losses = None, []
     for part, (world, pause) in enumerate([(2, 5), (1, 9), (2, None)]):
         rig = make_rig(f"part-{part}", model=without_dropout, training={"batch_size": 4 // world})
@@ -76,6 +78,10 @@ def test_two_ranks_then_one_then_two_train_on_the_same_samples(make_rig: Callabl
             rig.pauses(pause)
             rig.is_killed()
         losses += rig.losses()[: 4 if pause else None]
+        begun = rig.history()[0].start
+        assert begun is not None
+        assert list(begun.next_samples) == order.samples_of(4 * part + 1) + order.samples_of(4 * part + 2)
+        assert ("the same samples, but not bitwise" in rig.processes[0].said()) == (part > 0)
         before = rig
     assert losses == pytest.approx(undisturbed.losses(), rel=1e-4)
 
