@@ -125,9 +125,12 @@ def trainer_environment(inherited: Mapping[str, str], task: Task, cpus_per_task:
 
 
 def log_tail(log: Path, begin: int, num_lines: int) -> str:
-    """The last lines that were written to ``log`` from byte ``begin`` on, of 64 KiB at most."""
-    with open(log, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(begin, end - 65_536))
-        lines = file.read().decode("utf-8", "replace").splitlines()
+    """The last lines that were written to ``log`` from byte ``begin`` on, of 64 KiB at most; none where it is gone."""
+    try:
+        with open(log, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(begin, end - 65_536))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return ""
     return "\n".join(lines[-num_lines:])

@@ -68,6 +68,8 @@ def test_the_tail_of_a_log_begins_where_it_is_told_and_is_short(tmp_path: Path) 
     log.write_bytes(b"before\n" + b"".join(b"%d\n" % number for number in range(300)) + b"\xff end\n")
     assert log_tail(log, 7, 3).splitlines() == ["298", "299", "\ufffd end"]
     assert log_tail(log, log.stat().st_size, 3) == ""
+    log.unlink()
+    assert log_tail(log, 7, 3) == ""
 
 
 def test_a_trainer_may_get_the_schedulers_signal_before_its_agent_does(
