@@ -226,7 +226,12 @@ class StepsCallback(TrainerCallback):
     # ---- between steps
 
     def _save(self, original: Any, model: Any, trial: Any) -> None:
-        save_checkpoint(self._attached, original, model, trial)
+        try:
+            save_checkpoint(self._attached, original, model, trial)
+        except OSError:  # a successor removes, under a zombie's hands, what that one has not published
+            if self._attached.files is not None:
+                self._attached.files.check()
+            raise
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._asked > Ask.SAVE and state.global_step < state.max_steps:

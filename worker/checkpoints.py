@@ -25,6 +25,8 @@ from worker.wrap import replaced
 PROOF = "proof.json"
 EMA = "ema.safetensors"
 DETECTOR = "detector.json"
+FORMER = "-former"
+"""How the name ends under which weights wait in .staging/ until their successors are in their place."""
 
 _CHUNK_BYTES = 8 << 20
 
@@ -44,12 +46,16 @@ class Proof(Message):
 
 
 def clear_staging(run: RunDir, attempt: int, restart: int) -> None:
-    """Remove what other starts left unpublished."""
+    """Remove what other starts left unpublished; weights that were to be replaced and never were go back."""
     own = f"a{attempt}-r{restart}-"
     if run.staging.exists():
         for entry in run.staging.iterdir():
-            if not entry.name.startswith(own):
-                shutil.rmtree(entry, ignore_errors=True)
+            if entry.name.startswith(own):
+                continue
+            for place in (run.best, run.final):
+                if entry.name.endswith(f"-{place.name}{FORMER}") and not place.exists():
+                    entry.rename(place)
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def make_durable(folder: Path) -> None:

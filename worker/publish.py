@@ -7,7 +7,7 @@ from typing import Any
 
 from worker import world
 from worker.attached import Attached
-from worker.checkpoints import make_durable, publish_folder
+from worker.checkpoints import FORMER, make_durable, publish_folder
 from worker.contract.files import Message, publish_message, read_message
 from worker.wrap import replaced
 
@@ -62,7 +62,7 @@ def _publish(attached: Attached, staged: Path, place: Path) -> None:
         assert attached.files is not None
         make_durable(staged)
         attached.files.check()
-        former = staged.with_name(f"{staged.name}-former")
+        former = staged.with_name(f"{staged.name}{FORMER}")
         with ExitStack() as afterwards:
             afterwards.callback(shutil.rmtree, former, ignore_errors=True)
             publish_folder(staged, place, lambda: former)

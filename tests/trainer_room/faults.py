@@ -2,7 +2,8 @@
 
 ``die_at``: [step, moment, signal, rank] sends the rank a signal at a moment of a step. ``kill_in_save``: [step, name]
 kills a real process at every boundary of the save after that step. ``nan_weights``: N poisons the weights before step
-N. ``umask``, ``groups`` (rates of two groups), ``draws`` (the data draws random numbers).
+N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the attempt and
+clears .staging/ in the middle of a save.
 """
 
 import os
@@ -23,6 +24,8 @@ import worker.setup
 import worker.train
 from tests.trainer_room import launch
 from worker.attached import Attached
+from worker.checkpoints import clear_staging
+from worker.contract.claim import Claim, take_claim
 from worker.wrap import wrap
 
 MOMENTS = ("begin", "micro", "update", "end", "save", "evaluate")
@@ -42,8 +45,18 @@ def inject_more(faults: dict[str, Any]) -> None:
         return attached
 
     worker.train.attach = attach_with_more
+    if faults.get("superseded_in_save"):
+        wrap(worker.saving, "_write_ours", _be_superseded)
     if "kill_in_save" in faults:
         _kill_in_save(*faults["kill_in_save"])
+
+
+def _be_superseded(original: Callable[..., None], attached: Attached, *args: Any) -> None:
+    run = attached.context.run
+    claim = Claim(job_id="17", name="hf-test", restart=1, host="there", pid=1, started_ticks=1, time=1.0)
+    take_claim(run.claim(1), claim)
+    clear_staging(run, 1, 1)
+    original(attached, *args)
 
 
 class Drawing(torch.utils.data.Dataset[Any]):

@@ -240,6 +240,20 @@ def test_only_foreign_staging_is_cleared(tmp_path: Path) -> None:
     assert [entry.name for entry in run.staging.iterdir()] == ["a2-r1-checkpoint-8"]
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_best_weights_whose_successor_was_never_published_go_back(tmp_path: Path, is_replaced: bool) -> None:
+    run = RunDir(tmp_path)
+    former = run.staging / "a1-r0-best-former"
+    former.mkdir(parents=True)
+    (former / "best.json").write_text("former")
+    if is_replaced:
+        run.best.mkdir()
+        (run.best / "best.json").write_text("new")
+    clear_staging(run, 1, 1)
+    assert (run.best / "best.json").read_text() == ("new" if is_replaced else "former")
+    assert list(run.staging.iterdir()) == []
+
+
 def test_from_scratch_is_only_what_was_asked_for(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert choose(run, 1, None, sizes_only=False) is None

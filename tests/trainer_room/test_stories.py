@@ -151,6 +151,16 @@ def test_a_zombie_in_the_middle_of_a_save_publishes_nothing(make_rig: Callable[.
     same_end(undisturbed, rig)
 
 
+def test_a_zombie_whose_files_are_cleared_while_it_saves_is_fenced(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.finish(22, superseded_in_save=True)
+    assert rig.run.checkpoint_steps() == []
+    rig.finish(restart=2)
+    undisturbed = make_rig("undisturbed")
+    undisturbed.finish()
+    same_end(undisturbed, rig)
+
+
 @pytest.fixture
 def stopped(make_rig: Callable[..., Rig]) -> Rig:
     """A run that was killed after step 9, with the checkpoints 4 and 8."""
