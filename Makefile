@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint slurm clean
+.PHONY: help demo test exact lint slurm clean
 
 help:
 	@echo "make demo   a real training run that spikes, rolls back and finishes, on this machine"
 	@echo "make test   all tests, the ones on a real Slurm too"
+	@echo "make exact  every combination of what must survive an interruption to the bit (SEED=n draws other moments)"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 
 # `pip install torch` alone would bring several GB of CUDA; the constraints file pins what is tested.
@@ -27,6 +28,10 @@ slurm:
 
 test: .venv/ready slurm
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+exact: .venv/ready
+	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest \
+		tests/trainer_room/test_exact.py tests/trainer_room/test_whole_saves.py $(PYTEST_ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .

@@ -47,6 +47,7 @@ from worker.contract.exit_report import TRACEBACK_LINES, ErrorDetail, Outcome
 from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
 from worker.start import Start
+from worker.trainers import Trainers
 
 WAIT_LOOK_S = 0.1
 TRAIN_LOOK_S = 1.0
@@ -55,27 +56,24 @@ REQUEUE_AFTER_S = 60.0
 REQUEUE_TIMEOUT_S = 60.0
 STAY_S = 600.0
 
-TrainerArgv = Callable[[Path, Start], list[str]]
-
 
 def main(run_dir: str, start: Mapping[str, Any]) -> NoReturn:
     """Run one rank's agent with the real trainer; ends the process."""
-    run(Path(run_dir), Task.model_validate(start), _trainer_argv)
-
-
-def _trainer_argv(run_dir: Path, start: Start) -> list[str]:
-    return [sys.executable, "-m", "worker.train", str(run_dir), start.model_dump_json()]
+    run(Path(run_dir), Task.model_validate(start), "worker.train")
 
 
 def run(
     run_dir: Path,
     task: Task,
-    trainer_argv: TrainerArgv,
+    trainer: str,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> NoReturn:
-    """Run one rank's agent, then end the process without returning: submitit must not log an unfinished job as done."""
-    agent = Agent(RunDir(run_dir), task, trainer_argv, clock, sleep)
+    """Run one rank's agent, then end the process without returning: submitit must not log an unfinished job as done.
+
+    ``trainer`` is the module that ``python -m`` would run.
+    """
+    agent = Agent(RunDir(run_dir), task, trainer, clock, sleep)
     exit_code = 1
     try:
         agent.listen()
@@ -96,11 +94,11 @@ class Agent:
         self,
         run_dir: RunDir,
         task: Task,
-        trainer_argv: TrainerArgv,
+        trainer: str,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        self.run_dir, self.task, self.trainer_argv = run_dir, task, trainer_argv
+        self.run_dir, self.task, self.trainer = run_dir, task, trainer
         self.clock, self.sleep = clock, sleep
         self.parent = os.getppid()
         self.started = time.time()
@@ -133,13 +131,20 @@ class Agent:
 
     def run(self) -> Outcome | None:
         """Start trainers for as long as the rules say so; the outcome that the agent's exit code tells."""
-        self.config = config.read(self.run_dir.config)
+        self.prepare()
         while True:
             move = self.next_move()
             if isinstance(move, StartTrainer):
                 self.train(move.directive)
             else:
                 return self.leave(move)
+
+    def prepare(self) -> None:
+        """Read the run's settings, and with them how its trainers are started."""
+        self.config = config.read(self.run_dir.config)
+        environment = trainer_environment(os.environ, self.task, self.config.cluster.cpus_per_task)
+        zygote = self.config.training.zygote
+        self.trainers = Trainers(self.trainer, environment, self._log(), zygote, self.say, self.clock)
 
     # Without a trainer
 
@@ -150,6 +155,9 @@ class Agent:
         while True:
             seen = self.look()
             move = self._decide(seen)
+            if isinstance(move, StartTrainer) and not self.trainers.are_ready():
+                self.sleep(WAIT_LOOK_S)
+                continue
             if isinstance(move, StartTrainer | Fenced | Leave):
                 return move
             if isinstance(move, TakeClaim):
@@ -232,8 +240,7 @@ class Agent:
         self.started = time.time()
         start = self._start(directive)
         self.past = relaunched(self.past, directive)
-        environment = trainer_environment(os.environ, start, self.config.cluster.cpus_per_task)
-        self.child = Child(self.trainer_argv(self.run_dir.path, start), environment, self._log())
+        self.child = self.trainers.start([str(self.run_dir.path), start.model_dump_json()])
         self.say(f"attempt {start.attempt}: trainer {self.child.pid} started")
         end = self.watch(self.child, directive.attempt)
         returncode = self.child.poll()

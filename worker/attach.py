@@ -8,6 +8,7 @@ before its first step.  It ends early by raising: a LeavingError, or FencedError
 import logging
 import math
 from collections.abc import Sequence, Sized
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,13 +20,16 @@ from worker.beginning import begin, prove_random_states
 from worker.checkpoints import clear_staging
 from worker.contract.claim import FencedError, check_claim
 from worker.contract.loss_history import ACTED, BatchPosition
+from worker.evaluation import evaluate_both, evaluated, evaluated_at, evaluation_is_missing
+from worker.fits import checked_optimizer, refuse_other_model
+from worker.guard import innermost
 from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
-from worker.leaving import AlreadyTrainedError, AskedToLeaveError, RefusedError, VerdictError
+from worker.leaving import AlreadyTrainedError, AskedToLeaveError, VerdictError
 from worker.order import EpochOrder
 from worker.publish import publish_if_best
 from worker.pulse import Heart
-from worker.randomness import random_states_aside
 from worker.rates import configured_rates
+from worker.repeatable import refuse_what_cannot_repeat
 from worker.saving import save_checkpoint
 from worker.segment import Segment
 from worker.spikes import Detector, Judgement
@@ -42,10 +46,9 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     from here on.
     """
     args = trainer.args
-    if not hasattr(trainer.train_dataset, "__len__"):
-        raise RefusedError("the training data has no length: an exact resume needs a map-style data set")
-    if args.n_gpu > 1:
-        raise RefusedError("one task with several GPUs would train with DataParallel; use one task a GPU", what="world")
+    refuse_what_cannot_repeat(trainer)
+    if context.chosen is not None:
+        refuse_other_model(context.chosen.folder, cast(torch.nn.Module, trainer.model))
     order = EpochOrder(
         samples=cast(Sized, trainer.train_dataset),
         global_batch=args.train_batch_size * args.gradient_accumulation_steps * world.world_size(),
@@ -103,8 +106,11 @@ class StepsCallback(TrainerCallback):
     # ---- beginning
 
     def _load_optimizer(self, original: Any, checkpoint: str | None) -> None:
-        self._peaks = configured_rates(self._attached.optimizer)
-        original(checkpoint)
+        optimizer, chosen = self._attached.optimizer, self._attached.context.chosen
+        self._peaks = configured_rates(optimizer)
+        expected = chosen.proof.optimizer_facts if chosen and chosen.proof else None
+        with checked_optimizer(innermost(optimizer), Path(checkpoint or "", "optimizer.pt"), expected):
+            original(checkpoint)
 
     def _load_rng_state(self, original: Any, checkpoint: str | None) -> None:
         original(checkpoint)
@@ -124,6 +130,8 @@ class StepsCallback(TrainerCallback):
             raise AlreadyTrainedError
         self._tap.begin()
         attached.heart.beat("training", state.global_step)
+        if evaluation_is_missing(args, state):
+            attached.trainer.evaluate()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -218,7 +226,12 @@ class StepsCallback(TrainerCallback):
     # ---- between steps
 
     def _save(self, original: Any, model: Any, trial: Any) -> None:
-        save_checkpoint(self._attached, original, model, trial)
+        try:
+            save_checkpoint(self._attached, original, model, trial)
+        except OSError:  # a successor removes, under a zombie's hands, what that one has not published
+            if self._attached.files is not None:
+                self._attached.files.check()
+            raise
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._asked > Ask.SAVE and state.global_step < state.max_steps:
@@ -228,12 +241,7 @@ class StepsCallback(TrainerCallback):
         self._asked = Ask.NOTHING
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        attached = self._attached
-        attached.heart.beat("evaluating", attached.step)
-        with random_states_aside():
-            metrics: dict[str, float] = original(*args, **kwargs)
-        attached.heart.beat("training", attached.step)
-        return metrics
+        return evaluate_both(self._attached, original, *args, **kwargs)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -248,12 +256,11 @@ class StepsCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        loss = (metrics or {}).get("eval_loss")
-        if loss is None:
-            return
+        noted = evaluated(metrics or {})
         if self._attached.segment is not None:
-            self._attached.segment.note(eval_loss=float(loss))
-        publish_if_best(self._attached, float(loss))
+            self._attached.segment.note(**noted)
+        if "eval_loss" in noted:
+            publish_if_best(self._attached, noted["eval_loss"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep what is not finite out of the Trainer's running mean and of trainer_state.json."""
@@ -270,12 +277,6 @@ class StepsCallback(TrainerCallback):
         if self._attached.segment is not None:
             self._attached.segment.sync()
         self._signals.restore()
-
-
-def evaluated_at(state: TrainerState) -> dict[str, float]:
-    """The evaluation after the very step that was resumed from; its place is the record after it."""
-    here = [one for one in state.log_history if one.get("step") == state.global_step and "eval_loss" in one]
-    return {"eval_loss": here[-1]["eval_loss"]} if here else {}
 
 
 def nonfinite_ranks(rows: Sequence[Sequence[float]], knows_norm: bool) -> tuple[int, ...] | None:

@@ -105,6 +105,8 @@ def _prove(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
     refuse_changes(settings_of(manifest), attached.settings)
     prove("step", manifest.step, trainer.state.global_step)
     prove("optimizer step count", manifest.optimizer_steps, start.optimizer_steps)
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        prove("scaler.pt in the checkpoint", True, "scaler.pt" in manifest.files)
     same_platform = False
     if chosen.proof is not None:
         same_platform = chosen.proof.platform == platform_of(trainer.args.device)

@@ -6,10 +6,13 @@ by time, and never takes what somebody may still want to go back to.
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
 
+import torch
 import xxhash
 
 from worker.contract.config import CheckpointConfig
@@ -17,10 +20,13 @@ from worker.contract.files import Message, sync_folder
 from worker.contract.loss_history import Record
 from worker.contract.manifest import MANIFEST, FileEntry, Health, Manifest, complete_checkpoints, health
 from worker.contract.run_dir import RunDir, checkpoint_name
+from worker.wrap import replaced
 
 PROOF = "proof.json"
 EMA = "ema.safetensors"
 DETECTOR = "detector.json"
+FORMER = "-former"
+"""How the name ends under which weights wait in .staging/ until their successors are in their place."""
 
 _CHUNK_BYTES = 8 << 20
 
@@ -33,17 +39,23 @@ class Proof(Message):
     next_samples: tuple[int, ...]
     """The first samples of the next global batch."""
     ema_digest: str | None
+    optimizer_facts: tuple[str, int] | None = None
+    """Its class, and for how many parameters it keeps a state; null in checkpoints of older versions."""
     platform: dict[str, str | int]
     """What a loss must be computed on to come out the same to the bit."""
 
 
 def clear_staging(run: RunDir, attempt: int, restart: int) -> None:
-    """Remove what other starts left unpublished."""
+    """Remove what other starts left unpublished; weights that were to be replaced and never were go back."""
     own = f"a{attempt}-r{restart}-"
     if run.staging.exists():
         for entry in run.staging.iterdir():
-            if not entry.name.startswith(own):
-                shutil.rmtree(entry, ignore_errors=True)
+            if entry.name.startswith(own):
+                continue
+            for place in (run.best, run.final):
+                if entry.name.endswith(f"-{place.name}{FORMER}") and not place.exists():
+                    entry.rename(place)
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def make_durable(folder: Path) -> None:
@@ -73,13 +85,83 @@ def digest_of(path: Path) -> str:
     return str(hasher.hexdigest())
 
 
-def file_entries(folder: Path) -> dict[str, FileEntry]:
-    """Size and digest of every file below ``folder``, by relative path, the manifest left out."""
+def file_entries(folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> dict[str, FileEntry]:
+    """Size and digest of every file below ``folder``, by relative path, the manifest left out.
+
+    ``known`` holds the digests that were made while writing; all other files are read once.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {
-        path.relative_to(folder).as_posix(): FileEntry(bytes=path.stat().st_size, xxh128=digest_of(path))
+        path.relative_to(folder).as_posix(): FileEntry(
+            bytes=path.stat().st_size, xxh128=known.get(path) or digest_of(path)
+        )
         for path in files
     }
+
+
+class DigestingFile:
+    """A new file that is digested while it is written; for writers that only ever append."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by its context)
+        self._hasher = xxhash.xxh3_128()
+
+    def write(self, data: bytes) -> int:
+        """Append ``data``, all of it."""
+        view = memoryview(data).cast("B")
+        self._hasher.update(view)
+        written = 0
+        while written < len(view):
+            written += self._file.write(view[written:])
+        return written
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def digest(self) -> str:
+        """The xxh3 128-bit digest of what was written so far, in hex."""
+        return str(self._hasher.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@contextmanager
+def digesting_torch_save() -> Iterator[dict[Path, str]]:
+    """Within, what ``torch.save`` writes to a path is digested on its way; the digests, by path.
+
+    safetensors opens its files itself, in Rust: the rank that wrote them reads them once more, from memory.
+    """
+    save, digests = torch.save, dict[Path, str]()
+
+    def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, (str, os.PathLike)):
+            return save(obj, f, *args, **kwargs)
+        with DigestingFile(Path(f)) as file:
+            save(obj, file, *args, **kwargs)  # type: ignore[arg-type]
+        digests[Path(f)] = file.digest()
+        return None
+
+    with replaced(torch, "save", saved):
+        yield digests
+
+
+def move_into(own: Path, common: Path) -> None:
+    """Move every file below ``own`` to the same place below ``common``, where other ranks do the same."""
+    common.mkdir(parents=True, exist_ok=True)
+    for path in sorted(path for path in own.rglob("*") if path.is_file()):
+        place = common / path.relative_to(own)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(place)
+
+
+def sync_folders(folder: Path) -> None:
+    """Make the names in ``folder`` and in every folder below it durable."""
+    for parent, _, _ in os.walk(folder):
+        sync_folder(Path(parent))
 
 
 def publish_folder(staged: Path, place: Path, aside: Callable[[], Path]) -> None:
@@ -105,7 +187,7 @@ def bad_checkpoint_place(run: RunDir, attempt: int, step: int) -> Path:
 
 def kept_steps(
     rules: CheckpointConfig,
-    manifests: Iterable[Manifest],
+    manifests: Collection[Manifest],
     branch: Iterable[Record],
     wanted: Collection[int],
 ) -> set[int]:
@@ -113,15 +195,19 @@ def kept_steps(
 
     The oldest one that may still prove healthy stays too: where ``healthy_after`` is longer than the ``keep`` newest
     reach back, each would be gone before its time came, and the newest healthy one would never move on.
+    Where the last steps were odd, the newest healthy ones stay that a verdict on them would leave healthy.
     ``branch`` may leave out ``ok`` records other than the last: they say nothing about health.
     """
     records = list(branch)
     graded = {one.step: health(one, records, rules.healthy_after) for one in manifests}
     steps = sorted(graded)
     healthy = [step for step in steps if graded[step] is Health.HEALTHY]
+    at_worst = [*records, *(one.model_copy(update={"verdict": "spike"}) for one in records[-1:] if one.onset_step)]
+    still_healthy = [one.step for one in manifests if health(one, at_worst, rules.healthy_after) is Health.HEALTHY]
     untested = [step for step in steps if graded[step] is Health.UNTESTED and step > max(healthy, default=-1)]
     nth = [step for step in steps if rules.keep_every and step % rules.keep_every == 0]
-    return {*steps[-rules.keep :], *healthy[-rules.keep_healthy :], *untested[:1], *nth, *graded.keys() & set(wanted)}
+    newest = {*steps[-rules.keep :], *healthy[-rules.keep_healthy :], *sorted(still_healthy)[-rules.keep_healthy :]}
+    return {*newest, *untested[:1], *nth, *graded.keys() & set(wanted)}
 
 
 def retire(

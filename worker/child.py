@@ -7,36 +7,34 @@ import subprocess
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
-from worker.start import Start
+from worker.agent_rules import Task
 
 POLL_S = 0.05
 HANG_GRACE_S = 5.0
 TERM_GRACE_S = 10.0
 KILL_GRACE_S = 60.0
 
-_LIBC = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
+LIBC = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
 _PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """A started trainer, in a process group of its own, so that its data workers end with it."""
+    """A started trainer: a child of this process, in a process group of its own so that its data workers end with it.
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
-            self.log_begin = output.tell()
-            self._process = subprocess.Popen(
-                argv,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                preexec_fn=_die_with_parent(os.getpid()),
-            )
-        self.pid = self._process.pid
+    ``spawn`` makes one, and so does a zygote.
+    """
+
+    def __init__(self, pid: int, log_begin: int, wait: Callable[[], int]) -> None:
+        """``wait`` returns at once when the process is over: its return code as in subprocess, minus N for signal N."""
+        self.pid = pid
+        self.log_begin = log_begin
+        """Where its own output begins in its log, in bytes."""
+        self._wait = wait
+        self._returncode: int | None = None
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; the pid is the trainer's until ``poll`` has told its end."""
@@ -44,12 +42,13 @@ class Child:
 
     def poll(self) -> int | None:
         """None while it runs, then its exit code, or minus the signal that killed it."""
-        if self._process.returncode is None:
+        if self._returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)  # before it is reaped: until then no other group has this number
-        return self._process.wait()
+            self._returncode = self._wait()
+        return self._returncode
 
     def end(self, is_hanging: bool, clock: Callable[[], float], sleep: Callable[[float], None]) -> int | None:
         """End it: SIGTERM, SIGKILL after 10 s; its return code, None where it survived that for 60 s.
@@ -75,18 +74,36 @@ class Child:
         return True
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What the child does before it becomes the trainer: ask for SIGKILL when its agent dies."""
+def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+    """Start a trainer as a program of its own, its output appended to ``log``."""
+    with open_log(log) as output:
+        log_begin = output.tell()
+        process = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=partial(die_with, os.getpid()),
+        )
+    return Child(process.pid, log_begin, process.wait)
 
-    def ask() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
-    return ask
+def open_log(log: Path) -> BinaryIO:
+    """A log to append to, its folder made where it is missing."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return open(log, "ab")
 
 
-def trainer_environment(inherited: Mapping[str, str], start: Start, cpus_per_task: int) -> dict[str, str]:
+def die_with(parent: int) -> None:
+    """Have this process killed when its parent dies; it ends here where ``parent`` is not its parent any more."""
+    LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def trainer_environment(inherited: Mapping[str, str], task: Task, cpus_per_task: int) -> dict[str, str]:
     """The trainer's environment: torch's names for its place in the world, and our packages importable.
 
     MASTER_ADDR and MASTER_PORT must exist and mean nothing: the real rendezvous is a file.
@@ -94,9 +111,9 @@ def trainer_environment(inherited: Mapping[str, str], start: Start, cpus_per_tas
     environment = dict(inherited)
     environment.setdefault("OMP_NUM_THREADS", str(cpus_per_task))
     environment |= {
-        "RANK": str(start.rank),
-        "WORLD_SIZE": str(start.world),
-        "LOCAL_RANK": str(start.local_rank),
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.world),
+        "LOCAL_RANK": str(task.local_rank),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
         "PYTHONSAFEPATH": "1",
@@ -108,9 +125,12 @@ def trainer_environment(inherited: Mapping[str, str], start: Start, cpus_per_tas
 
 
 def log_tail(log: Path, begin: int, num_lines: int) -> str:
-    """The last lines that were written to ``log`` from byte ``begin`` on, of 64 KiB at most."""
-    with open(log, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(begin, end - 65_536))
-        lines = file.read().decode("utf-8", "replace").splitlines()
+    """The last lines that were written to ``log`` from byte ``begin`` on, of 64 KiB at most; none where it is gone."""
+    try:
+        with open(log, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(begin, end - 65_536))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return ""
     return "\n".join(lines[-num_lines:])

@@ -1,7 +1,7 @@
 """What is trained on: documents become tokens, tokens become the samples of a map-style data set.
 
 Map-style, so that a resume finds its place in milliseconds, and without any random draw, so that a sample depends on
-its index alone.  All tokens are held in memory, one to four bytes each, on every rank.
+its index alone.  Tokens take one to four bytes each; those of a tokenizer are kept in the run's folder and mapped.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from worker.contract.config import Config
 from worker.documents import DataError, read_documents
+from worker.token_cache import Tokens, cached, key_of
 
 IGNORED = -100
 """The label of a token that is not predicted."""
@@ -35,31 +36,24 @@ class TrainingData:
     digest: str
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Documents end to end: ``ids`` in the smallest type that holds them, and where each document starts."""
+def build_data(config: Config, tokenizer: Any, base: Path, cache: Path | None = None) -> TrainingData:
+    """The data that ``config`` names, relative paths taken from ``base``; DataError where there is none to train on.
 
-    ids: np.ndarray[Any, Any]
-    starts: np.ndarray[Any, np.dtype[np.int64]]
-
-
-def build_data(config: Config, tokenizer: Any, base: Path) -> TrainingData:
-    """The data that ``config`` names, relative paths taken from ``base``; DataError where there is none to train on."""
-    train = build_samples("train", config, tokenizer, base)
-    evaluation = build_samples("eval", config, tokenizer, base) if config.data.eval else None
+    Tokens are made once where there is a folder ``cache`` to keep them in.
+    """
+    train = build_samples("train", config, tokenizer, base, cache)
+    evaluation = build_samples("eval", config, tokenizer, base, cache) if config.data.eval else None
     flat = config.data.pack and config.model.attention == "flash_attention_2"
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     collator: Callable[[list[Sample]], Sample] = Stack(flat) if config.data.pack else Pad(padding)
     return TrainingData(train, evaluation, collator, train.digest())
 
 
-def build_samples(key: Literal["train", "eval"], config: Config, tokenizer: Any, base: Path) -> "Blocks | Rows":
+def build_samples(
+    key: Literal["train", "eval"], config: Config, tokenizer: Any, base: Path, cache: Path | None = None
+) -> "Blocks | Rows":
     """The samples of ``data.train`` or ``data.eval``, packed into blocks or one document a row."""
-    documents = read_documents(key, config.data, base)
-    if config.data.tokenizer == "bytes":
-        tokens = join((np.frombuffer(one, dtype=np.uint8) for one in documents), np.uint8)
-    else:
-        tokens = join(tokenize(documents, tokenizer), np.uint16 if len(tokenizer) <= 2**16 else np.int32)
+    tokens = _tokens(key, config, tokenizer, base, cache)
     length = config.data.max_tokens
     samples = Blocks(tokens, length) if config.data.pack else Rows(tokens, length)
     if len(tokens.ids) == 0:
@@ -68,6 +62,21 @@ def build_samples(key: Literal["train", "eval"], config: Config, tokenizer: Any,
         less = f"its {len(tokens.ids)} tokens do not fill one block of {length}"
         raise DataError(f"data.{key}: {less}; lower data.max_tokens or give more text")
     return samples
+
+
+def _tokens(key: Literal["train", "eval"], config: Config, tokenizer: Any, base: Path, cache: Path | None) -> Tokens:
+    """The documents' tokens; from the cache where making them is more work than reading the text."""
+    if config.data.tokenizer == "bytes":
+        documents = read_documents(key, config.data, base)
+        return join((np.frombuffer(one, dtype=np.uint8) for one in documents), np.uint8)
+
+    def make() -> Tokens:
+        kind = np.uint16 if len(tokenizer) <= 2**16 else np.int32
+        return join(tokenize(read_documents(key, config.data, base), tokenizer), kind)
+
+    if cache is None:
+        return make()
+    return cached(cache, key_of(read_documents(key, config.data, base), tokenizer), make)
 
 
 def tokenize(documents: Iterable[bytes], tokenizer: Any) -> Iterator[np.ndarray[Any, Any]]:

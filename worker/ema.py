@@ -31,14 +31,17 @@ class Ema:
     def __init__(self, model: torch.nn.Module, rules: EmaConfig) -> None:
         self._rules = rules
         self.num_updates = 0
-        self._average = {name: one.detach().float().clone() for name, one in trained(model)}
+        self._average = {name: self._placed(one.detach().float().clone()) for name, one in trained(model)}
+
+    def _placed(self, one: torch.Tensor) -> torch.Tensor:
+        return one.cpu() if self._rules.device == "cpu" else one
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module, step: int) -> None:
         """Take the weights in when ``step``, the number of finished steps, is a multiple of ``every``."""
         if step % self._rules.every:
             return
-        weights = [one.detach().float() for _, one in trained(model)]
+        weights = [self._placed(one.detach()).float() for _, one in trained(model)]
         torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self.next_decay())
         self.num_updates += 1
 

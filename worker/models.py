@@ -42,7 +42,8 @@ def build_model(config: Config, tokenizer: Any = None, base: Path = Path()) -> P
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         model = _load(config.model, base) if config.model.path else _create(config.model)
-    model.config.use_cache = False  # a cache of keys lets packed documents see each other, and trains nothing
+    # a cache of keys lets packed documents see each other, and trains nothing; generation_config keeps the own value
+    model.config.use_cache = False
     embedding: Any = model.get_input_embeddings()
     rows = int(embedding.weight.shape[0])
     if tokenizer is not None and len(tokenizer) > rows:

@@ -42,5 +42,6 @@ def _loss_on(trainer: Trainer, sample: Any) -> float:
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
     """Whether every parameter is a number everywhere."""
-    finite = [torch.isfinite(parameter).all() for parameter in model.parameters()]
-    return bool(torch.stack(finite).all())
+    values = (parameter.detach() for parameter in model.parameters() if parameter.numel() > 0)
+    extremes = [extreme.float() for value in values for extreme in torch.aminmax(value)]  # a NaN is both
+    return bool(torch.isfinite(torch.stack(extremes)).all())

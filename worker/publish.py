@@ -1,13 +1,15 @@
 """Finished weights: ``final/`` with ``final/ema/``, and ``best/`` by evaluation loss. Plain Hugging Face folders."""
 
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 from worker import world
 from worker.attached import Attached
-from worker.checkpoints import make_durable, publish_folder
+from worker.checkpoints import FORMER, make_durable, publish_folder
 from worker.contract.files import Message, publish_message, read_message
+from worker.wrap import replaced
 
 
 class BestEvaluation(Message):
@@ -21,10 +23,10 @@ def publish_final(attached: Attached) -> None:
     """Publish the model as it is now as ``final/``, its average as ``final/ema/``; on every rank, together."""
     attached.heart.beat("finishing", attached.step)
     staged = _staged(attached, "final")
-    attached.trainer.save_model(str(staged))
+    _save_model(attached, staged)
     if attached.average is not None:
         with attached.average.swapped_into(attached.model):
-            attached.trainer.save_model(str(staged / "ema"))
+            _save_model(attached, staged / "ema")
     _publish(attached, staged, attached.context.run.final)
 
 
@@ -35,10 +37,19 @@ def publish_if_best(attached: Attached, eval_loss: float) -> None:
     if not eval_loss < (best.eval_loss if best else float("inf")):
         return
     staged = _staged(attached, "best")
-    attached.trainer.save_model(str(staged))
+    _save_model(attached, staged)
     if attached.segment is not None:
         publish_message(staged / "best.json", BestEvaluation(step=attached.step, eval_loss=eval_loss))
     _publish(attached, staged, run.best)
+
+
+def _save_model(attached: Attached, folder: Path) -> None:
+    """Write the model with its own ``use_cache``: off is for training only, and would make generation slow."""
+    model: Any = attached.model
+    generation = getattr(model, "generation_config", None)
+    own = getattr(generation, "use_cache", None)
+    with replaced(model.config, "use_cache", own) if own is not None else nullcontext():
+        attached.trainer.save_model(str(folder))
 
 
 def _staged(attached: Attached, name: str) -> Path:
@@ -51,7 +62,7 @@ def _publish(attached: Attached, staged: Path, place: Path) -> None:
         assert attached.files is not None
         make_durable(staged)
         attached.files.check()
-        former = staged.with_name(f"{staged.name}-former")
+        former = staged.with_name(f"{staged.name}{FORMER}")
         with ExitStack() as afterwards:
             afterwards.callback(shutil.rmtree, former, ignore_errors=True)
             publish_folder(staged, place, lambda: former)

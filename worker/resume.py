@@ -18,14 +18,12 @@ from worker.contract.files import UnusableFileError, read_message
 from worker.contract.loss_history import PassedOver
 from worker.contract.manifest import MANIFEST, Manifest, UnusableCheckpointError, complete_manifest
 from worker.contract.run_dir import RunDir, checkpoint_name, checkpoint_step
+from worker.fits import missing_part
 from worker.guard import innermost
 from worker.leaving import ProofError, RefusedError
 
 PROBE_TOLERANCE = 5e-3
 """Relative difference of the probe loss that other kernels may make; on the same ones it must be equal to the bit."""
-
-_ALWAYS_THERE = ("trainer_state.json",)
-_PLAIN_FILES = ("optimizer.pt", "scheduler.pt")
 
 
 @dataclass(frozen=True)
@@ -100,19 +98,13 @@ def verified_manifest(folder: Path, sizes_only: bool = False) -> Manifest:
     manifest = complete_manifest(folder)
     if manifest.step != checkpoint_step(folder.name):
         raise UnusableCheckpointError(f"its manifest is that of step {manifest.step}")
-    for name in _ALWAYS_THERE + (_PLAIN_FILES if is_plain(folder) else ()):
-        if name not in manifest.files:
-            raise UnusableCheckpointError(f"{name} is missing: the Trainer would begin with a fresh one")
+    if missing := missing_part(manifest.files):
+        raise UnusableCheckpointError(f"{missing} is missing: the Trainer would begin with a fresh one")
     if not sizes_only:
         for name, entry in manifest.files.items():
             if digest_of(folder / name) != entry.xxh128:
                 raise UnusableCheckpointError(f"the content of {name} is not what was written")
     return manifest
-
-
-def is_plain(folder: Path) -> bool:
-    """Whether the optimizer's state is one file, not shards in a folder of their own (FSDP, DeepSpeed)."""
-    return not any(entry.is_dir() for entry in folder.iterdir())
 
 
 @dataclass(frozen=True)

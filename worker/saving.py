@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,21 @@ from worker.checkpoints import (
     PROOF,
     Proof,
     bad_checkpoint_place,
+    digesting_torch_save,
     file_entries,
     make_durable,
+    move_into,
     publish_folder,
     retire,
+    sync_folders,
 )
 from worker.contract.config import config_digest
 from worker.contract.directive import scale_at
 from worker.contract.files import encode, publish_message
-from worker.contract.manifest import MANIFEST, Manifest
+from worker.contract.manifest import MANIFEST, FileEntry, Manifest
 from worker.contract.run_dir import checkpoint_name, checkpoint_step
+from worker.fits import optimizer_facts
+from worker.guard import innermost
 from worker.probe import probe_loss, weights_are_finite
 from worker.randomness import random_digest
 from worker.resume import platform_of
@@ -41,21 +47,29 @@ def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any) -
     step = trainer.state.global_step
     attached.heart.beat("saving", step)
     staged = context.run.staged(context.start.attempt, context.start.restart, step)
-    folder = staged / checkpoint_name(step)
     probe = probe_loss(trainer)
     rng_digests = tuple(world.of_all_ranks(random_digest()))
-    with replaced(trainer, "_get_output_dir", lambda trial: str(staged)):
+    own = staged / f"rank-{world.rank()}"  # a folder a rank, so that each knows which files are its own
+    with digesting_torch_save() as digests, replaced(trainer, "_get_output_dir", lambda trial: str(own)):
         original(model, trial)
     if attached.segment is not None:
-        _write_ours(attached, folder, rng_digests)
-    world.barrier()
-    make_durable(folder)  # on every host: one's fsync does not flush what another wrote
-    world.barrier()
-    world.from_rank_zero(lambda: _publish(attached, staged, probe))
+        _write_ours(attached, own / checkpoint_name(step), rng_digests)
+    entries = _settle(own, staged, checkpoint_name(step), digests)
+    files = {name: entry for of_rank in world.of_all_ranks(entries) for name, entry in of_rank.items()}
+    world.from_rank_zero(lambda: _publish(attached, staged, probe, files))
     attached.saved_step = step
     if attached.segment is not None:
         attached.segment.note(save_s=time.monotonic() - began)
     attached.heart.beat("training", step)
+
+
+def _settle(own: Path, staged: Path, name: str, digests: Mapping[Path, str]) -> dict[str, FileEntry]:
+    """Make this rank's files durable and put them beside those of the others; their sizes and digests."""
+    make_durable(own)  # by who wrote them: a fsync on one host does not flush what another wrote
+    entries = file_entries(own / name, digests)
+    move_into(own / name, staged / name)
+    shutil.rmtree(own, ignore_errors=True)
+    return entries
 
 
 def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) -> None:
@@ -68,13 +82,14 @@ def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) 
         rng_digests=rng_digests,
         next_samples=next_samples(attached, attached.trainer.state.global_step),
         ema_digest=attached.average.digest() if attached.average else None,
+        optimizer_facts=optimizer_facts(innermost(attached.optimizer)),
         platform=platform_of(attached.trainer.args.device),
     )
     publish_message(folder / PROOF, proof)
     shutil.copyfile(attached.context.run.history, folder / "loss_history.json")
 
 
-def _manifest(attached: Attached, folder: Path, probe: float | None) -> Manifest:
+def _manifest(attached: Attached, probe: float | None, files: dict[str, FileEntry]) -> Manifest:
     assert attached.segment is not None
     trainer, context = attached.trainer, attached.context
     step = trainer.state.global_step
@@ -99,17 +114,18 @@ def _manifest(attached: Attached, folder: Path, probe: float | None) -> Manifest
         probe_loss=probe,
         optimizer_steps=attached.optimizer_steps,
         versions=versions(),
-        files=file_entries(folder),
+        files=files,
     )
 
 
-def _publish(attached: Attached, staged: Path, probe: float | None) -> None:
+def _publish(attached: Attached, staged: Path, probe: float | None, files: dict[str, FileEntry]) -> None:
     """Write the manifest, rename the checkpoint into its place while the claim stands, let the old ones go."""
     assert attached.segment is not None
     assert attached.files is not None
     run, start, step = attached.context.run, attached.context.start, attached.trainer.state.global_step
     folder = staged / checkpoint_name(step)
-    publish_message(folder / MANIFEST, _manifest(attached, folder, probe))
+    sync_folders(folder)
+    publish_message(folder / MANIFEST, _manifest(attached, probe, files))
     attached.files.check()
     publish_folder(folder, run.checkpoint(step), lambda: bad_checkpoint_place(run, start.attempt, step))
     staged.rmdir()

@@ -21,7 +21,7 @@ from worker.order import batches_an_epoch
 def build_trainer(run: RunDir, config: Config, base: Path) -> tuple[Trainer, TrainingData]:
     """A Trainer that has everything to train ``config``; relative data paths are taken from ``base``."""
     tokenizer = build_tokenizer(config, base)
-    data = build_data(config, tokenizer, base)
+    data = build_data(config, tokenizer, base, run.tokens)
     model = build_model(config, tokenizer, base)
     try:
         trainer = Trainer(

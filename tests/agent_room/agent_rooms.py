@@ -1,4 +1,7 @@
-"""A run folder with real agent processes, whose trainers are small scripts and whose clock a test can move on."""
+"""A run folder with real agent processes, whose trainers are small scripts and whose clock a test can move on.
+
+Trainers run ``fake_trainer``, from a zygote or without one, as the room was made.
+"""
 
 import contextlib
 import json
@@ -17,7 +20,8 @@ from worker.contract.exit_report import ExitReport
 from worker.contract.files import publish, read_message
 from worker.contract.run_dir import RunDir
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 AGENT = """
 import sys, time
@@ -26,19 +30,15 @@ from worker.agent import run
 from worker.agent_rules import Task
 
 run_dir, task, room = Path(sys.argv[1]), Task.model_validate_json(sys.argv[2]), Path(sys.argv[3])
-
-def trainer(run_dir, start):
-    script = (room / f"trainer-{start.attempt}-{start.rank}.py").resolve(strict=True)
-    return [sys.executable, str(script), str(room), str(run_dir), start.model_dump_json()]
-
-run(run_dir, task, trainer, clock=lambda: time.monotonic() + float((room / "clock").read_text()))
+run(run_dir, task, sys.argv[4], clock=lambda: time.monotonic() + float((room / "clock").read_text()))
 """
 
 TRAINER = """
 import faulthandler, json, os, signal, sys, time
 from pathlib import Path
 
-room, run_dir, start = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+run_dir, start = Path(sys.argv[1]), json.loads(sys.argv[2])
+room = run_dir.parent
 folder = run_dir / "attempts" / f"{start['attempt']:04d}" / f"r{start['restart']}"
 
 def note(what, **fields):
@@ -63,11 +63,22 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def children(pid: int) -> list[int]:
+    """The living children of a process."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        found = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [one for one in found if is_alive(one)]
+    return []
+
+
 class Room:
     """One run, its agents, its fake trainers, and what these noted."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    trainer_module = "fake_trainer"
+    trainer_path = HERE
+
+    def __init__(self, path: Path, zygote: bool = False) -> None:
+        self.path, self.zygote = path, zygote
         self.run_dir = RunDir(path / "a run")
         self.run_dir.path.mkdir()
         self.agents: list[subprocess.Popen[str]] = []
@@ -79,7 +90,7 @@ class Room:
             "run": {"name": "r"},
             "model": {"config": {"model_type": "llama"}},
             "data": {"train": "x"},
-            "training": {"max_steps": 9, "optimizer": {"learning_rate": 1.0}},
+            "training": {"max_steps": 9, "optimizer": {"learning_rate": 1.0}, "zygote": self.zygote},
             "recovery": recovery,
             "cluster": {"cpus_per_task": 3},
         }
@@ -108,11 +119,13 @@ class Room:
             str(self.run_dir.path),
             self.task(**fields).model_dump_json(),
             str(self.path),
+            self.trainer_module,
         ]
 
     def start(self, argv: list[str]) -> subprocess.Popen[str]:
         unset = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONSAFEPATH")
         environment = {name: value for name, value in os.environ.items() if name not in unset}
+        environment["PYTHONPATH"] = str(self.trainer_path)  # for the trainer; our own packages have to be found without
         with open(self.path / "agents.log", "a") as log:
             process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
         self.agents.append(process)
@@ -124,6 +137,10 @@ class Room:
     def said(self, text: str) -> bool:
         """Whether an agent printed this."""
         return text in (self.path / "agents.log").read_text()
+
+    def is_waited_in(self, attempt: int = 1) -> None:
+        """Returns when an agent waits for the directive after this attempt's: from then on its patience is counted."""
+        eventually(lambda: self.said(f"attempt {attempt} is over, waiting"))
 
     def notes(self, what: str, **fields: Any) -> list[dict[str, Any]]:
         """What trainers noted under this word, in order."""
@@ -139,6 +156,16 @@ class Room:
         found: list[dict[str, Any]] = eventually(lambda: self.notes(what, **fields))
         return found[0]
 
+    def zygote_of(self, agent: subprocess.Popen[str]) -> int:
+        """The zygote of an agent, waited for."""
+
+        def look() -> list[int]:
+            commands = {one: Path(f"/proc/{one}/cmdline") for one in children(agent.pid)}
+            found = [one for one, path in commands.items() if b"worker.zygote" in path.read_bytes()]
+            return [one for one in found if os.getpgid(one) != one]  # a trainer leads a group of its own
+
+        return eventually(look)[0]
+
     def report(self, attempt: int = 1, restart: int = 0, rank: int = 0) -> ExitReport:
         """An exit report, waited for."""
         path = self.run_dir.exit_report(attempt, restart, rank)
@@ -146,8 +173,11 @@ class Room:
         return report
 
     def close(self) -> None:
+        """Kill the agents; nothing that they started may outlive them."""
+        left = {note["pid"] for note in self.notes("started")}
         for agent in self.agents:
+            left |= set(children(agent.pid)) if agent.poll() is None else set()
             agent.kill()
             agent.wait()
-        for note in self.notes("started"):
-            eventually(lambda pid=note["pid"]: not is_alive(pid))
+        for pid in left:
+            eventually(lambda pid=pid: not is_alive(pid))

@@ -37,7 +37,7 @@ def test_without_an_answer_the_agent_leaves_when_its_patience_is_over(room: Room
     room.trainer(1, "leave(20)")
     room.direct(1)
     agent = room.agent()
-    room.report(1)
+    room.is_waited_in(1)
     room.advance(200)
     assert agent.poll() is None
     room.advance(101)
@@ -75,6 +75,7 @@ def test_a_crash_is_reported_with_the_trainers_own_traceback(room: Room) -> None
     assert report.error is not None
     assert (report.outcome, report.step, report.exit_code) == (Outcome.CRASHED, 3, 1)
     assert (report.error.type, report.error.traceback) == ("ValueError", "line 1")
+    room.is_waited_in(1)
     room.advance(301)
     assert agent.wait(60) == 1
 
@@ -104,13 +105,14 @@ def test_a_killed_trainer_is_a_crash_with_its_signal(room: Room) -> None:
 
 
 def test_an_agent_that_fails_itself_reports_it(room: Room) -> None:
-    room.direct(1)  # and there is no trainer to start
+    room.run_dir.train_log.parent.touch()  # a file where the folder of the logs should be
+    room.direct(1)
     assert room.agent().wait(60) == 1
     report = room.report()
     assert report.outcome is Outcome.CRASHED
     assert report.error is not None
-    assert report.error.type == "FileNotFoundError"
-    assert "trainer-1-0.py" in report.error.message
+    assert report.error.type == "FileExistsError"
+    assert "logs" in report.error.message
 
 
 def test_a_killed_agent_leaves_no_trainer(room: Room) -> None:

@@ -4,22 +4,29 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_rooms import Room
+from agent_rooms import HERE, Room
 
 from worker import agent
 from worker.agent_rules import StartTrainer
-from worker.child import Child, log_tail
-from worker.contract import config
+from worker.child import Child, log_tail, spawn
 from worker.contract.exit_report import Outcome
-from worker.start import Start
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    """A room for an agent in this very process."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    room = Room(tmp_path)
+    yield room
+    room.close()
 
 
 def child(folder: Path, code: str) -> Child:
-    return Child([sys.executable, "-c", code], os.environ, folder / "a log")
+    return spawn([sys.executable, "-c", code], os.environ, folder / "a log")
 
 
 def patient(times: int = 1_200) -> Callable[[float], None]:
@@ -61,30 +68,32 @@ def test_the_tail_of_a_log_begins_where_it_is_told_and_is_short(tmp_path: Path) 
     log.write_bytes(b"before\n" + b"".join(b"%d\n" % number for number in range(300)) + b"\xff end\n")
     assert log_tail(log, 7, 3).splitlines() == ["298", "299", "\ufffd end"]
     assert log_tail(log, log.stat().st_size, 3) == ""
+    log.unlink()
+    assert log_tail(log, 7, 3) == ""
 
 
 def test_a_trainer_may_get_the_schedulers_signal_before_its_agent_does(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = []
+    poll = Child.poll
 
-    class Watched(Child):
-        def poll(self) -> int | None:
-            code = super().poll()
-            if code is not None:
-                over.append(code)
-            return code
+    def watched_poll(self: Child) -> int | None:
+        code = poll(self)
+        if code is not None:
+            over.append(code)
+        return code
 
     def sleep(seconds: float) -> None:
         if over:  # the agent knows that its trainer died, and only now its own signal comes
             one._note(signal.SIGTERM, None)
         patient()(seconds)
 
-    monkeypatch.setattr(agent, "Child", Watched)
-    dying = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"]
+    monkeypatch.setattr(Child, "poll", watched_poll)
+    room.trainer(1, "os.kill(os.getpid(), signal.SIGTERM)")
     room.direct(1)
-    one = agent.Agent(room.run_dir, room.task(), lambda run_dir, start: dying, time.monotonic, sleep)
-    one.config = config.read(room.run_dir.config)
+    one = agent.Agent(room.run_dir, room.task(), room.trainer_module, time.monotonic, sleep)
+    one.prepare()
     move = one.next_move()
     assert isinstance(move, StartTrainer)
     one.train(move.directive)
@@ -100,20 +109,18 @@ def test_an_agent_whose_trainer_survives_sigkill_leaves_and_starts_no_other(
     """No process of a test survives SIGKILL: the ladder is taken away instead, and the trainer ended here."""
     started = []
 
-    class Immortal(Child):
-        def end(self, is_hanging: bool, clock: Callable[[], float], sleep: Callable[[float], None]) -> int | None:
-            started.append(self)
-            return None
+    def survive(self: Child, is_hanging: bool, clock: object, sleep: object) -> None:
+        started.append(self)
 
-    monkeypatch.setattr(agent, "Child", Immortal)
-    sleeper = [sys.executable, "-c", "import time; time.sleep(1e6)"]
+    def sleep(seconds: float) -> None:
+        if room.notes("started"):
+            room.direct(2)
+        patient()(seconds)
 
-    def argv(run_dir: Path, start: Start) -> list[str]:
-        room.direct(2)
-        return sleeper
-
+    monkeypatch.setattr(Child, "end", survive)
+    room.trainer(1, "while True: time.sleep(0.05)")
     room.direct(1)
-    one = agent.Agent(room.run_dir, room.task(), argv, time.monotonic, patient())
+    one = agent.Agent(room.run_dir, room.task(), room.trainer_module, time.monotonic, sleep)
     with pytest.raises(TimeoutError, match="survived SIGKILL") as caught:
         one.run()
     one.fail(caught.value)

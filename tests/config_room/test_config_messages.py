@@ -36,7 +36,7 @@ LINES = [
         "training.tf32=true",
         "training.tf32: there is no such key; a field of transformers.TrainingArguments goes below training.extra",
     ),
-    ("ema.zzz=1", "ema.zzz: there is no such key; known here are decay, every"),
+    ("ema.zzz=1", "ema.zzz: there is no such key; known here are decay, every, device"),
     ("training.max_steps=5e2", "training.max_steps: 500.0 is a number, a whole number is wanted; write 500"),
     (
         "training.max_steps=true",

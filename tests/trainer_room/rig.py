@@ -59,7 +59,7 @@ def tiny_config(text: Path, /, **sections: dict[str, Any] | None) -> Config:
 
 
 class Launcher:
-    """The process that forks the trainers (launch.py); one for the whole test session."""
+    """The process that forks the trainers (faults.py over launch.py); one for the whole test session."""
 
     def __init__(self, log: Path) -> None:
         root = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ class Launcher:
         environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
         with open(log, "wb") as errors:
             self._popen = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("launch.py"))],
+                [sys.executable, str(Path(__file__).with_name("faults.py"))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -193,6 +193,15 @@ class Rig:
         error = read_message(self.run.error(attempt, restart, rank), TrainerError)
         assert error is not None
         return error
+
+
+def same_end(one: Rig, other: Rig) -> None:
+    """Weights, average, per-step and evaluation losses are the same to the bit."""
+    assert one.losses() == other.losses()
+    for name in ("eval_loss", "ema_eval_loss"):
+        assert [getattr(each, name) for each in one.history()] == [getattr(each, name) for each in other.history()]
+    assert weights(one.run.final) == weights(other.run.final)
+    assert weights(one.run.final / "ema") == weights(other.run.final / "ema")
 
 
 def weights(folder: Path) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.config import CheckpointConfig
 from worker.contract.directive import Directive, SkippedBatches, publish_directive, read_directive
 from worker.contract.files import publish_message
-from worker.contract.loss_history import Record
+from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_history, surviving
 from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.run_dir import RunDir
 from worker.documents import DataError
@@ -26,9 +26,11 @@ from worker.guard import tell_fused, withhold
 from worker.interrupts import Ask, RunFiles, Signals
 from worker.leaving import AskedToLeaveError, ProofError, RefusedError, VerdictError
 from worker.order import EpochOrder, batch_order
+from worker.probe import weights_are_finite
 from worker.randomness import random_digest, random_states_aside
 from worker.rates import configured_rates, hold_rates
 from worker.resume import choose, optimizer_steps, prove_probe
+from worker.segment import telling_records
 from worker.start import Start
 from worker.train import exit_code_of
 from worker.world import interface_of, own_address, refuse_lonely_tasks
@@ -238,6 +240,20 @@ def test_only_foreign_staging_is_cleared(tmp_path: Path) -> None:
     assert [entry.name for entry in run.staging.iterdir()] == ["a2-r1-checkpoint-8"]
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_best_weights_whose_successor_was_never_published_go_back(tmp_path: Path, is_replaced: bool) -> None:
+    run = RunDir(tmp_path)
+    former = run.staging / "a1-r0-best-former"
+    former.mkdir(parents=True)
+    (former / "best.json").write_text("former")
+    if is_replaced:
+        run.best.mkdir()
+        (run.best / "best.json").write_text("new")
+    clear_staging(run, 1, 1)
+    assert (run.best / "best.json").read_text() == ("new" if is_replaced else "former")
+    assert list(run.staging.iterdir()) == []
+
+
 def test_from_scratch_is_only_what_was_asked_for(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert choose(run, 1, None, sizes_only=False) is None
@@ -399,3 +415,33 @@ def test_a_bad_checkpoint_is_never_passed_over_for_a_newer_one(tmp_path: Path) -
     (run.checkpoint(500) / MANIFEST).unlink()
     with pytest.raises(RefusedError, match="checkpoint-500: it has no manifest"):
         choose(run, 2, "checkpoint-500", sizes_only=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_is_found_in_all_weights(value: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2).bfloat16())
+    assert weights_are_finite(model)
+    for parameter in model.parameters():
+        for index in range(parameter.numel()):
+            before = parameter.detach().clone()
+            with torch.no_grad():
+                parameter.view(-1)[index] = value
+            assert not weights_are_finite(model)
+            with torch.no_grad():
+                parameter.copy_(before)
+    assert weights_are_finite(model)
+
+
+VERDICTS = st.sampled_from(["ok", "ok", "pending", "skipped", "spike", "nonfinite"])
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), VERDICTS), max_size=25), st.integers(0, 12))
+def test_the_telling_records_are_those_that_a_whole_reading_finds(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, Verdict]], begin: int
+) -> None:
+    path = tmp_path_factory.mktemp("history") / "loss_history.json"
+    with HistoryWriter(path, lambda: None) as writer:
+        for step, verdict in steps:
+            writer.append(record(step, verdict=verdict, warnings=('a "verdict": "spike"',)))
+    before = [one for one in surviving(read_history(path)) if one.step <= begin]
+    assert telling_records(path.read_bytes(), begin) == ([one for one in before if one.verdict != "ok"], before[-1:])

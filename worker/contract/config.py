@@ -129,6 +129,9 @@ class TrainingConfig(Section):
     """Optimizer steps between lines in logs/train.log."""
     report_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Trackers of the Trainer: tensorboard, wandb, mlflow."""
+    zygote: bool = True
+    """Start each trainer from a process that has imported everything: a relaunch in well under a second instead of
+    many, for the memory of those imports; false = a new interpreter each time."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other field of transformers.TrainingArguments that is not ours."""
 
@@ -157,6 +160,8 @@ class EmaConfig(Section):
     """Decay a step."""
     every: Positive = 10
     """Optimizer steps between updates; each applies ``decay ** every``."""
+    device: Literal["same", "cpu"] = "same"
+    """Where the average lives: with the weights, or in main memory."""
 
 
 class CheckpointConfig(Section):

@@ -28,7 +28,7 @@ _HEAD = b"["
 _TAIL = b"\n]\n"
 _SYNC_EVERY_S = 2.0
 _ALWAYS = frozenset({"segment", "attempt", "restart", "step", "epoch", "time", "loss", "grad_norm", "lr", "verdict"})
-_FINITE_OR_NAMED = ("loss", "grad_norm", "lr", "loss_scale", "eval_loss", "level")
+_FINITE_OR_NAMED = ("loss", "grad_norm", "lr", "loss_scale", "eval_loss", "ema_eval_loss", "level")
 
 
 class BatchPosition(Message):
@@ -95,6 +95,7 @@ class Record(Message):
     level: float | None = None
     save_s: float | None = None
     eval_loss: float | None = None
+    ema_eval_loss: float | None = None
     data_wait_s: float | None = None
     warnings: tuple[str, ...] | None = None
     start: Start | None = None

@@ -92,6 +92,10 @@ class RunDir:
         return self.path / ".staging"
 
     @property
+    def tokens(self) -> Path:
+        return self.path / "tokens"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

@@ -1,0 +1,204 @@
+"""launch.py with more faults: ``python faults.py`` serves the same requests.
+
+``die_at``: [step, moment, signal, rank] sends the rank a signal at a moment of a step. ``kill_in_save``: [step, name]
+kills a real process at every boundary of the save after that step. ``nan_weights``: N poisons the weights before step
+N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the attempt and
+clears .staging/ in the middle of a save.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import worker.attach
+import worker.saving
+import worker.setup
+import worker.train
+from tests.trainer_room import launch
+from worker.attached import Attached
+from worker.checkpoints import clear_staging
+from worker.contract.claim import Claim, take_claim
+from worker.wrap import wrap
+
+MOMENTS = ("begin", "micro", "update", "end", "save", "evaluate")
+
+
+def inject_more(faults: dict[str, Any]) -> None:
+    """Have this process's trainer meet these faults too."""
+    if "umask" in faults:
+        os.umask(faults["umask"])
+    attach: Callable[..., Attached] = worker.train.attach
+
+    def attach_with_more(trainer: Any, context: Any) -> Attached:
+        if faults.get("draws"):
+            trainer.train_dataset = Drawing(trainer.train_dataset)
+        attached = attach(trainer, context)
+        trainer.add_callback(Moments(attached, faults))
+        return attached
+
+    worker.train.attach = attach_with_more
+    if faults.get("superseded_in_save"):
+        wrap(worker.saving, "_write_ours", _be_superseded)
+    if "kill_in_save" in faults:
+        _kill_in_save(*faults["kill_in_save"])
+
+
+def _be_superseded(original: Callable[..., None], attached: Attached, *args: Any) -> None:
+    run = attached.context.run
+    claim = Claim(job_id="17", name="hf-test", restart=1, host="there", pid=1, started_ticks=1, time=1.0)
+    take_claim(run.claim(1), claim)
+    clear_staging(run, 1, 1)
+    original(attached, *args)
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    """Samples whose making draws from Python's global random state."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        random.random()
+        return self._samples[index]
+
+
+class Moments(TrainerCallback):
+    """Sends this process its signal at the moment that was asked for."""
+
+    def __init__(self, attached: Attached, faults: dict[str, Any]) -> None:
+        step, moment, number, rank = faults.get("die_at", (None, None, None, None))
+        self._at = (step, moment) if rank == attached.context.start.rank else None
+        self._signal = number
+        self._nan_weights = faults.get("nan_weights")
+        self._step = 0
+        trainer = attached.trainer
+        wrap(trainer, "training_step", self._before("micro"))
+        wrap(trainer, "evaluate", self._before("evaluate"))
+        wrap(trainer, "_save_checkpoint", self._before("save"))
+
+    def _before(self, moment: str) -> Callable[..., Any]:
+        def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            self._comes(moment)
+            return original(*args, **kwargs)
+
+        return around
+
+    def _comes(self, moment: str) -> None:
+        if self._at == (self._step, moment):
+            self._at = None
+            os.kill(os.getpid(), self._signal)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step + 1
+        if self._step == self._nan_weights:
+            with torch.no_grad():
+                next(iter(kwargs["model"].parameters())).fill_(float("nan"))
+        self._comes("begin")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._comes("update")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._comes("end")
+
+
+# -- a kill at every boundary of one save --------------------------------------------------------------------------
+
+
+class Boundaries:
+    """Counts what this process does to the file system from now on, and kills it before number ``kill_at``.
+
+    Python itself reports every open for writing, rename, removal and new folder (audit events), so a boundary that is
+    added to the save cannot be forgotten here; fsync and the writers in Rust are wrapped by name.
+    """
+
+    _EVENTS = frozenset({"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link"})
+
+    def __init__(self, run: Path, kill_at: int) -> None:
+        self._run = str(run)
+        self._kill_at = kill_at
+        self.seen: list[str] = []
+        sys.addaudithook(self._hear)
+        for name in ("fsync", "fchmod"):
+            setattr(os, name, self._told(name, getattr(os, name)))
+        import safetensors.torch
+        import transformers.modeling_utils
+
+        written = self._told("safetensors", safetensors.torch.save_file)
+        safetensors.torch.save_file = transformers.modeling_utils.safe_save_file = written
+        worker.ema.save_file = written  # type: ignore[attr-defined]
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in self._EVENTS or (event == "open" and _writes(args)):
+            self._note(f"{event} {args[0]}")
+
+    def _told(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            self._note(name)
+            return original(*args, **kwargs)
+
+        return told
+
+    def _note(self, what: str) -> None:
+        self.seen.append(what.replace(self._run + os.sep, ""))
+        if len(self.seen) == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _writes(args: tuple[Any, ...]) -> bool:
+    _, mode, flags = args
+    return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def _kill_in_save(step: int, place: str) -> None:
+    save = worker.saving.save_checkpoint
+
+    def save_and_die(attached: Attached, *args: Any) -> None:
+        if attached.trainer.state.global_step == step:
+            run = attached.context.run.path
+            _each_kill(run, run.parent / place, lambda: save(attached, *args))
+            os._exit(0)
+        save(attached, *args)
+
+    worker.attach.save_checkpoint = save_and_die  # type: ignore[attr-defined]
+
+
+def _each_kill(run: Path, place: Path, save: Callable[[], None]) -> None:
+    """Fork this very process for every boundary, let it be killed there, and keep the run's folder as it left it."""
+    before = place / "before"
+    shutil.copytree(run, before)
+    kill_at, code = 0, -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        kill_at += 1
+        pid = os.fork()
+        if pid == 0:
+            boundaries = Boundaries(run, kill_at)
+            save()
+            (place / "boundaries").write_text("\n".join(boundaries.seen), encoding="utf-8")
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        run.rename(place / str(kill_at))
+        shutil.copytree(before, run)
+    assert code == 0
+
+
+def inject(faults: dict[str, Any], original: Callable[[dict[str, Any]], None] = launch.inject) -> None:
+    """Both kinds of faults."""
+    original(faults)
+    inject_more(faults)
+
+
+if __name__ == "__main__":
+    launch.inject = inject
+    launch.serve()

@@ -1,0 +1,27 @@
+"""The benchmarks run to their end and print what is needed to read them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.training
+
+
+def test_the_benchmark_of_saves_and_resumes_runs_to_its_end() -> None:
+    small = ["--steps", "3", "60", "--repeats", "1", "--hidden", "16", "--layers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.checkpoint", *small],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"python -m benchmarks.checkpoint {' '.join(small)}" in done.stdout
+    assert "torch" in done.stdout
+    assert "median of 1, in seconds" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("plain", "higgsfield"))]
+    assert [row[-4] for row in rows] == ["3", "3", "60", "60"]
+    assert all(float(figure) > 0 for row in rows for figure in row[-3:])

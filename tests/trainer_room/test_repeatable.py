@@ -1,0 +1,151 @@
+"""What would make a resume another training is refused by name, before a step is made."""
+
+import json
+import signal
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer_room.rig import Rig, same_end, write_text
+from worker.contract.manifest import complete_manifest
+from worker.fits import missing_part
+from worker.leaving import RefusedError
+from worker.models import byte_tokenizer
+from worker.repeatable import refuse_what_cannot_repeat
+
+pytestmark = pytest.mark.training
+
+
+def refused(rig: Rig, restart: int = 0) -> tuple[str | None, str]:
+    rig.finish(23, restart=restart)
+    error = rig.error(restart=restart).error
+    assert error is not None
+    return error.what, error.message
+
+
+def interrupted(rig: Rig) -> None:
+    """A run that was killed after its checkpoint of step 4."""
+    rig.start(die_at=[5, "end", signal.SIGKILL, 0])
+    rig.ends(-signal.SIGKILL)
+
+
+def test_edited_data_are_refused(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    path = write_text(tmp_path / "own.txt", num_bytes=640)
+    rig = make_rig(data={"train": str(path)})
+    interrupted(rig)
+    path.write_bytes(path.read_bytes().replace(b"line 3", b"Line 3"))
+    what, message = refused(rig, restart=1)
+    assert what == "data_digest"
+    assert "the samples, or the tokenizer, are not the same" in message
+
+
+def speaking(folder: Path, swapped: bool = False) -> str:
+    """A tokenizer in a folder; swapped, the ids of two letters are exchanged."""
+    byte_tokenizer().save_pretrained(folder)
+    if swapped:
+        path = folder / "tokenizer.json"
+        told = json.loads(path.read_text())
+        vocabulary = told["model"]["vocab"]
+        vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+        path.write_text(json.dumps(told))
+    return str(folder)
+
+
+def test_another_tokenizer_is_refused_and_tokens_are_made_once(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    rig = make_rig(data={"tokenizer": speaking(folder)})
+    interrupted(rig)
+    (kept,) = rig.run.tokens.iterdir()
+    made = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept.iterdir()}
+    assert made.keys() == {"ids.npy", "starts.npy"}
+
+    speaking(folder, swapped=True)
+    what, _ = refused(rig, restart=1)
+    assert what == "data_digest"
+    assert len(list(rig.run.tokens.iterdir())) == 2
+
+    speaking(folder)
+    rig.finish(restart=2)
+    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept.iterdir()} == made
+    bytewise = make_rig("bytewise")
+    bytewise.finish()
+    assert bytewise.losses() == rig.losses()
+    undisturbed = make_rig("undisturbed", data={"tokenizer": str(folder)})
+    undisturbed.finish()
+    same_end(undisturbed, rig)
+    digests = {complete_manifest(one.run.checkpoint(12)).data_digest for one in (rig, undisturbed)}
+    assert len(digests) == 1
+
+
+def test_tokens_that_cannot_be_read_are_named(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    rig = make_rig(data={"tokenizer": speaking(tmp_path / "tokenizer")})
+    interrupted(rig)
+    (kept,) = rig.run.tokens.iterdir()
+    (kept / "ids.npy").write_bytes(b"")
+    _, message = refused(rig, restart=1)
+    assert str(kept) in message
+    assert "remove it, and it is made again" in message
+
+
+def test_data_that_draw_random_numbers_are_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.direct()
+    rig.claim(1)
+    rig.finish(23, draws=True)
+    error = rig.error().error
+    assert error is not None
+    assert error.what == "data"
+    assert "draws from the global random states" in error.message
+    assert not rig.run.history.exists()
+
+
+def trainer(**fields: Any) -> Any:
+    told = {"n_gpu": 0, "dataloader_persistent_workers": False, "ignore_data_skip": False, **fields}
+    return types.SimpleNamespace(args=types.SimpleNamespace(**told), train_dataset=[1], data_collator=lambda one: one)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers"),
+        ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"n_gpu": 2}, "world"),
+    ],
+)
+def test_settings_that_cannot_be_repeated_are_refused(fields: dict[str, Any], what: str) -> None:
+    refuse_what_cannot_repeat(trainer())
+    with pytest.raises(RefusedError) as caught:
+        refuse_what_cannot_repeat(trainer(**fields))
+    assert caught.value.what == what
+
+
+PLAIN = {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"}
+FSDP = {"pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.pt", "trainer_state.json"}
+DEEPSPEED = {
+    "global_step8/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "global_step8/mp_rank_00_model_states.pt",
+    "latest",
+    "scheduler.pt",
+    "trainer_state.json",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "needed"),
+    [
+        (PLAIN, ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"]),
+        (PLAIN | {"additional_chat_templates/one.jinja"}, ["model.safetensors", "optimizer.pt"]),
+        (FSDP, ["optimizer_0/.metadata", "scheduler.pt", "trainer_state.json"]),
+        ({"pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "trainer_state.json"}, ["optimizer.bin"]),
+        (DEEPSPEED, ["latest", "scheduler.pt", "global_step8/zero_pp_rank_0_mp_rank_00_optim_states.pt"]),
+    ],
+)
+def test_what_a_checkpoint_of_each_backend_needs(files: set[str], needed: list[str]) -> None:
+    assert missing_part(files) is None
+    for name in needed:
+        missing = missing_part(files - {name})
+        assert missing is not None
+        assert missing.split("/")[0].rstrip("*") in name

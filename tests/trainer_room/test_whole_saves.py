@@ -1,0 +1,114 @@
+"""A checkpoint is there whole or not at all, whenever the process that writes it is killed."""
+
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer_room.rig import Rig, same_end
+from tests.trainer_room.test_exact import IS_COMPLETE, SEED
+from worker.checkpoints import digest_of, digesting_torch_save
+from worker.contract.manifest import MANIFEST, complete_manifest
+from worker.contract.run_dir import RunDir
+from worker.resume import choose, verified_manifest
+
+pytestmark = pytest.mark.training
+
+SMALL = {"max_steps": 6}
+RULES = {
+    "all stay": {"every_steps": 2, "keep": 9},
+    "the old one goes, a torn one is in the way": {"every_steps": 2, "keep": 1, "keep_healthy": 1, "healthy_after": 0},
+}
+
+
+@pytest.mark.parametrize("kind", RULES if IS_COMPLETE else list(RULES)[1:])
+def test_a_kill_at_every_boundary_of_a_save_leaves_a_checkpoint_to_go_on_from(
+    make_rig: Callable[..., Rig], tmp_path: Path, kind: str
+) -> None:
+    rig = make_rig(checkpoint=RULES[kind], training=SMALL)
+    is_in_the_way = kind != "all stay"
+    if is_in_the_way:
+        rig.run.checkpoint(4).mkdir(parents=True)
+        (rig.run.checkpoint(4) / "optimizer.pt").write_bytes(b"torn")
+    rig.finish(kill_in_save=[4, "kills"])
+    boundaries = (tmp_path / "kills" / "boundaries").read_text(encoding="utf-8").splitlines()
+    published = 1 + boundaries.index("os.rename .staging/a1-r0-checkpoint-4/checkpoint-4")
+    assert sum(name == "fsync" for name in boundaries) > 12
+    assert boundaries.count("safetensors") == 2
+
+    for number in range(1, len(boundaries) + 2):
+        run = RunDir(tmp_path / "kills" / str(number))
+        said = f"killed before {number}: {boundaries[number - 1] if number <= len(boundaries) else 'the end'}"
+        found = choose(run, 1, "checkpoint-2", sizes_only=False)
+        assert found is not None, said
+        assert found.manifest.step == (4 if number > published else 2), said
+        if number <= published:
+            verified_manifest(run.checkpoint(2))
+        torn = [*run.path.glob("checkpoints/*/optimizer.pt"), *run.path.glob("quarantine/*/optimizer.pt")]
+        assert [path.read_bytes() for path in torn].count(b"torn") == is_in_the_way, said
+
+    undisturbed = make_rig("undisturbed", checkpoint=RULES[kind], training=SMALL)
+    undisturbed.finish()
+    numbers = range(1, len(boundaries) + 2)
+    for number in numbers if IS_COMPLETE else random.Random(f"{SEED} {kind}").sample(numbers, 2):
+        print(f"seed {SEED}: goes on from a kill before {number}")
+        shutil.rmtree(rig.run.path)
+        (tmp_path / "kills" / str(number)).rename(rig.run.path)
+        rig.finish(restart=1)
+        assert list(rig.run.staging.iterdir()) == []
+        same_end(undisturbed, rig)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_and_folders_follow_the_umask(make_rig: Callable[..., Rig], text: Path, umask: int) -> None:
+    rig = make_rig(data={"eval": str(text)}, training={"max_steps": 2, "eval_every": 2}, checkpoint={"every_steps": 2})
+    rig.finish(umask=umask)
+    for folder in (rig.run.checkpoint(2), rig.run.final, rig.run.best):
+        for path in [folder, *folder.rglob("*")]:
+            wanted = (0o777 if path.is_dir() else 0o666) & ~umask
+            assert oct(stat.S_IMODE(path.stat().st_mode)) == oct(wanted), path
+    assert (rig.run.final / "ema" / "model.safetensors").exists()
+
+
+def test_every_rank_digests_its_own_files_and_the_manifest_has_all_of_them(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(training={"max_steps": 2}, checkpoint={"every_steps": 2})
+    rig.finish(world=2)
+    folder = rig.run.checkpoint(2)
+    manifest = verified_manifest(folder)
+    assert {path.name for path in folder.iterdir()} == {*manifest.files, MANIFEST}
+    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "ema.safetensors"} <= manifest.files.keys()
+
+
+def test_what_torch_saves_is_digested_on_its_way(tmp_path: Path) -> None:
+    value = {"one": torch.arange(100_000), "two": "text"}
+    before = torch.save
+    with digesting_torch_save() as digests:
+        torch.save(value, tmp_path / "one.pt")
+        torch.save(value, str(tmp_path / "two.pt"))
+        with open(tmp_path / "three.pt", "wb") as file:
+            torch.save(value, file)
+    assert torch.save is before
+    assert digests == {tmp_path / name: digest_of(tmp_path / name) for name in ("one.pt", "two.pt")}
+    assert torch.equal(torch.load(tmp_path / "one.pt", weights_only=True)["one"], value["one"])
+
+
+def test_a_relaunch_in_the_same_allocation_looks_at_sizes_only(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(training={"max_steps": 2}, checkpoint={"every_steps": 2})
+    rig.finish()
+    path = rig.run.checkpoint(2) / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    complete_manifest(path.parent)
+    found = choose(rig.run, 1, None, sizes_only=True)
+    assert found is not None
+    with pytest.raises(Exception, match=r"the content of model\.safetensors is not what was written"):
+        choose(rig.run, 1, None, sizes_only=False)
+    os.truncate(path, 10)
+    with pytest.raises(Exception, match=r"was to be resumed from|it has|no checkpoint"):
+        choose(rig.run, 1, "checkpoint-2", sizes_only=True)

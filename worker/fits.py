@@ -1,0 +1,129 @@
+"""Whether a checkpoint belongs to this model and this optimizer: the Trainer would load what fits and say nothing."""
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.optim import Optimizer
+
+from worker.leaving import RefusedError
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PLAIN_WEIGHTS = frozenset({_WEIGHTS, _INDEX, "adapter_model.safetensors", "pytorch_model.bin"})
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+
+
+def missing_part(names: Collection[str]) -> str | None:
+    """What a checkpoint with these files lacks so that the Trainer would silently begin it afresh; None if nothing.
+
+    DeepSpeed and FSDP have folders of shards in place of the plain files, and FSDP may have ``.bin`` files.
+    """
+    tops = {name.split("/", 1)[0] for name in names}
+    for always in ("trainer_state.json", "scheduler.pt"):
+        if always not in tops:
+            return always
+    if any(top.startswith("global_step") for top in tops):
+        shards = any(name.endswith("_optim_states.pt") for name in names)
+        return "latest" if "latest" not in tops else None if shards else "global_step*/*_optim_states.pt"
+    if any(top.startswith("pytorch_model_fsdp") for top in tops):
+        state = "optimizer.bin" if "pytorch_model_fsdp.bin" in tops else "optimizer_0"
+        return None if state in tops else state
+    if "optimizer.pt" not in tops:
+        return "optimizer.pt"
+    return None if tops & _PLAIN_WEIGHTS else _WEIGHTS
+
+
+def refuse_other_model(folder: Path, model: torch.nn.Module) -> None:
+    """RefusedError where the checkpoint's weights are not, name by name and shape by shape, those of ``model``.
+
+    Sharded weights of FSDP or DeepSpeed and adapters are left to their loaders.
+    """
+    stored = _stored_shapes(folder)
+    if not stored:
+        return
+    own = {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    aliases = {name: (one.data_ptr(), one.shape) for name, one in own.items()}
+    there = {aliases[name] for name in stored if name in own}
+    for name, shape in stored.items():
+        if name not in own:
+            _refuse(folder / _WEIGHTS, f"holds {name}, which this model does not have")
+        if shape != tuple(own[name].shape):
+            _refuse(folder / _WEIGHTS, f"{name} is {shape}, and this model's is {tuple(own[name].shape)}")
+    if len(there) < len(stored):
+        _refuse(folder / _WEIGHTS, "holds weights apart that this model ties")
+    for name in own:
+        if aliases[name] not in there:
+            _refuse(folder / _WEIGHTS, f"lacks {name}")
+
+
+def _refuse(path: Path, why: str) -> None:
+    raise RefusedError(f"{path}: {why}: it is a checkpoint of another model", what="model")
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's plain weights, from the headers alone; {} where there are none."""
+    files = [folder / _WEIGHTS] if (folder / _WEIGHTS).exists() else []
+    if (folder / _INDEX).exists():
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def optimizer_facts(optimizer: Optimizer) -> tuple[str, int]:
+    """The optimizer's class, and for how many parameters it keeps a state."""
+    return type(optimizer).__name__, len(optimizer.state)
+
+
+@contextmanager
+def checked_optimizer(optimizer: Optimizer, path: Path, expected: tuple[str, int] | None) -> Iterator[None]:
+    """Within, a state that is loaded into ``optimizer`` is refused, by name, where it is another optimizer's.
+
+    torch itself looks at the number of parameters only, and casts every moment to the type of its weight.
+    ``expected`` is what ``optimizer_facts`` said at the save.
+    """
+
+    def check(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        kind, number = expected or (type(optimizer).__name__, len(state["state"]))
+        if kind != type(optimizer).__name__:
+            _refuse_state(path, f"is the state of {kind}, and this run trains with {type(optimizer).__name__}")
+        if len(state["state"]) != number:
+            _refuse_state(path, f"holds a state for {len(state['state'])} parameters instead of {number}")
+        _check_groups(path, optimizer, state["param_groups"])
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        order = [index for group in state["param_groups"] for index in group["params"]]
+        for index, parameter in zip(order, parameters, strict=True):
+            _check_moments(path, index, state["state"].get(index, {}), parameter)
+
+    handle = optimizer.register_load_state_dict_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_groups(path: Path, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    stored = [len(group["params"]) for group in groups]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if stored != own:
+        _refuse_state(path, f"is for groups of {stored} parameters, and this optimizer has {own}")
+
+
+def _check_moments(path: Path, index: int, state: dict[str, Any], parameter: torch.Tensor) -> None:
+    for name in _MOMENTS & state.keys():
+        value = state[name]
+        if value is not None and (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
+            found, wanted = (f"{tuple(one.shape)} {one.dtype}" for one in (value, parameter))
+            _refuse_state(path, f"{name} of parameter {index} is {found}, and the parameter is {wanted}")
+
+
+def _refuse_state(path: Path, why: str) -> None:
+    raise RefusedError(f"{path}: {why}", what="optimizer")
