@@ -79,7 +79,8 @@ def _take_over_files(attached: Attached) -> None:
     attached.files = RunFiles(run, attached.context.directive, lambda: check_claim(claim, start.job_id, start.restart))
     clear_staging(run, start.attempt, start.restart)
     begin_step = chosen.manifest.step if chosen else 0
-    attached.segment = Segment(run, start, begin_step, attached.files.check)
+    folder = run.checkpoint(begin_step) if chosen else None
+    attached.segment = Segment(run, start, begin_step, attached.files.check, folder)
 
 
 class StepsCallback(TrainerCallback):

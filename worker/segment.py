@@ -3,9 +3,11 @@
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from worker.contract.loss_history import HistoryWriter, Record, record
+from worker.contract.files import publish
+from worker.contract.loss_history import HistoryWriter, Record, last_record, record
 from worker.contract.loss_history import Start as SegmentStart
 from worker.contract.run_dir import RunDir
 from worker.start import Start
@@ -36,10 +38,25 @@ def _parsed(line: bytes) -> Record:
     return Record.model_validate_json(line.removesuffix(b","))
 
 
+def restore_history(run: RunDir, checkpoint: Path | None, begin_step: int) -> tuple[str, ...]:
+    """Put the checkpoint's copy back where the history no longer reaches its step; what was done, for the record."""
+    last = last_record(run.history)
+    reached = last.step if last else 0
+    if checkpoint is None or reached >= begin_step:
+        return ()
+    copy = (checkpoint / run.history.name).read_text(encoding="ascii")
+    publish(run.history, copy)
+    return (f"the history ended at step {reached}: put back from {checkpoint.name}",)
+
+
 class Segment:
     """Appends this start's records; keeps in memory only those of the branch that are not plainly ``ok``."""
 
-    def __init__(self, run: RunDir, start: Start, begin_step: int, check: Callable[[], None]) -> None:
+    def __init__(
+        self, run: RunDir, start: Start, begin_step: int, check: Callable[[], None], checkpoint: Path | None = None
+    ) -> None:
+        check()
+        self._warnings = restore_history(run, checkpoint, begin_step)
         self._writer = HistoryWriter(run.history, check)
         self.number = self._writer.next_segment
         self._start = start
@@ -56,7 +73,9 @@ class Segment:
 
     def append(self, **fields: Any) -> None:
         """Write one step's record."""
+        warnings = (*self._warnings, *(fields.pop("warnings", None) or ()))
         new = record(
+            warnings=warnings or None,
             segment=self.number,
             attempt=self._start.attempt,
             restart=self._start.restart,
@@ -66,6 +85,7 @@ class Segment:
         )
         self._writer.append(new)
         self._once.clear()
+        self._warnings = ()
         self._last = [new]
         if new.verdict != "ok":
             self._telling.append(new)

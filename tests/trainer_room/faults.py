@@ -1,4 +1,4 @@
-"""launch.py with more faults: ``python faults.py`` serves the same requests.
+"""launch.py with more faults.
 
 ``die_at``: [step, moment, signal, rank] sends the rank a signal at a moment of a step. ``kill_in_save``: [step, name]
 kills a real process at every boundary of the save after that step. ``nan_weights``: N poisons the weights before step
@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import TrainerCallback
@@ -199,6 +199,6 @@ def inject(faults: dict[str, Any], original: Callable[[dict[str, Any]], None] = 
     inject_more(faults)
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
     launch.inject = inject
-    launch.serve()
+    launch.main()

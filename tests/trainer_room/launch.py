@@ -1,7 +1,6 @@
-"""Starts trainers for tests: imports everything once, forks one real process a start, and injects what is asked for.
+"""The trainer of these tests, which meets the faults that are asked for: its arguments are RUN_DIR START FAULTS.
 
-Reads one JSON request a line: ``{"argv", "environment", "faults", "log"}`` answers the new pid; ``{"poll": pid}``
-answers its return code, as in subprocess, or null.
+A zygote forks it for each start: one real process, a fraction of a second.
 """
 
 import json
@@ -26,37 +25,11 @@ from worker.contract.run_dir import RunDir
 from worker.setup import build_trainer
 
 
-def serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = _poll(request["poll"]) if "poll" in request else _fork(request)
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def _poll(pid: int) -> int | None:
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
-def _fork(request: dict[str, Any]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        _train(request)
-    return pid
-
-
-def _train(request: dict[str, Any]) -> NoReturn:
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for number in (1, 2):
-        os.dup2(log, number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.update(request["environment"])
-    sys.argv = ["worker.train", *request["argv"]]
-    if request["faults"].get("is_plain"):
-        _train_plainly(RunDir(Path(request["argv"][0])))
-    inject(request["faults"])
+def main() -> NoReturn:
+    faults = json.loads(sys.argv.pop())
+    if faults.get("is_plain"):
+        _train_plainly(RunDir(Path(sys.argv[1])))
+    inject(faults)
     worker.train.main()
 
 
@@ -124,7 +97,3 @@ class Faults(TrainerCallback):
             here.touch()
             while here.exists():
                 time.sleep(0.005)
-
-
-if __name__ == "__main__":
-    serve()

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from tests.waiting import eventually
+from worker.child import Child
 from worker.contract.claim import Claim, take_claim
 from worker.contract.config import Config
 from worker.contract.directive import Directive, publish_directive
@@ -21,6 +20,7 @@ from worker.contract.files import publish, read_message
 from worker.contract.loss_history import Record, read_history, surviving
 from worker.contract.run_dir import RunDir
 from worker.start import Start
+from worker.zygote import Zygote
 
 JOB = "17"
 _PATIENCE_S = 240.0
@@ -59,55 +59,40 @@ def tiny_config(text: Path, /, **sections: dict[str, Any] | None) -> Config:
 
 
 class Launcher:
-    """The process that forks the trainers (faults.py over launch.py); one for the whole test session."""
+    """The zygote of the test session, whose agent is this process."""
 
     def __init__(self, log: Path) -> None:
         root = Path(__file__).parents[2]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
-        with open(log, "wb") as errors:
-            self._popen = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("faults.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-            )
+        self._environment = environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
+        self._zygote = Zygote("tests.trainer_room.faults", self._environment, log)
 
-    def ask(self, **request: Any) -> Any:
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        print(json.dumps(request), file=self._popen.stdin, flush=True)
-        return json.loads(self._popen.stdout.readline())
+    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> Child:
+        eventually(self._zygote.is_ready, _PATIENCE_S)
+        return self._zygote.fork(arguments, self._environment | environment, log)
 
     def close(self) -> None:
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        self._popen.stdin.close()
-        self._popen.wait()
-        self._popen.stdout.close()
+        self._zygote.close()
 
 
 @dataclass
 class Process:
     """One rank's trainer."""
 
-    launcher: Launcher
-    pid: int
+    child: Child
     log: Path
     returncode: int | None = None
+    """As of the last ``poll``."""
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self.launcher.ask(poll=self.pid)
+        self.returncode = self.child.poll()
         return self.returncode
 
     def wait(self) -> int:
         return eventually(lambda: (self.poll(),) if self.poll() is not None else None, _PATIENCE_S)[0]
 
     def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        self.child.send(number)
 
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -147,9 +132,8 @@ class Rig:
         )
         log = self.run.path / f"a{attempt}-r{restart}-{rank}.log"
         environment = faults.pop("environment", {})
-        argv = [str(self.run.path), start.model_dump_json()]
-        pid = self.launcher.ask(argv=argv, environment=environment, faults=faults, log=str(log))
-        return Process(self.launcher, pid, log)
+        arguments = [str(self.run.path), start.model_dump_json(), json.dumps(faults)]
+        return Process(self.launcher.start(arguments, environment, log), log)
 
     def finish(self, expected: int = 0, **how: Any) -> None:
         """Start, and wait for this exit code of every rank."""

@@ -337,3 +337,18 @@ def test_surviving_records_of_the_three_segments(stopped: Rig) -> None:
     records = read_history(stopped.run.history)
     assert [one.step for one in records] == [*range(1, 10), *range(9, 13)]
     assert [one.segment for one in surviving(records)] == [1] * 8 + [2] * 4
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_a_history_that_was_cut_is_put_back_from_the_checkpoint(make_rig: Callable[..., Rig], kept: int) -> None:
+    """Emptied, or cut in the middle: the curve has no hole afterwards, and the first record says what was done."""
+    rig = make_rig(training={"max_steps": 8})
+    rig.start(die_at=[6, "end", signal.SIGKILL, 0])
+    rig.ends(-signal.SIGKILL)
+    lines = rig.run.history.read_bytes().splitlines(keepends=True)
+    rig.run.history.write_bytes(b"".join(lines[: kept + 1]) if kept else b"")
+    rig.finish()
+    assert [record.step for record in surviving(read_history(rig.run.history))] == list(range(1, 9))
+    [warned] = [record for record in read_history(rig.run.history) if record.warnings]
+    assert (warned.step, warned.segment) == (5, 2)
+    assert warned.warnings == (f"the history ended at step {kept}: put back from checkpoint-4",)
