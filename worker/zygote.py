@@ -1,7 +1,7 @@
 """A process that has imported all that a trainer needs, touches nothing, and forks a trainer for each start.
 
-The imports are nearly all of what a start costs.  An agent has one zygote, ``python -m worker.zygote FD MODULE``, and
-speaks with it through a socket, a line of JSON at a time: the zygote says ``"ready"`` after its imports, the agent asks
+The imports are nearly all of what a start costs.  An agent has one zygote, ``python -m worker.zygote FD MODULE LOG``,
+and speaks with it through a socket, a line of JSON at a time: the zygote says ``"ready"`` after its imports, the agent asks
 for a trainer, and the trainer itself answers with its pid.  Its standard output is the log and never an answer.
 
 A trainer is forked twice and becomes the agent's own child: its exit status needs no messenger, and a dead zygote
@@ -30,6 +30,9 @@ from worker.child import LIBC, Child, die_with, open_log
 
 _FORK_TIMEOUT_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME = 15
+TRAINER_NAME = "hf-trainer"
+"""What ps and top call a forked trainer, whose command line is its zygote's."""
 _READY = "ready"
 _FOR_TRAINERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -50,7 +53,8 @@ class Zygote:
         self._control, theirs = socket.socketpair()
         with theirs, open_log(log) as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "worker.zygote", str(theirs.fileno()), module],
+                # The log's path is for people: it tells whose zygote this is.
+                [sys.executable, "-m", "worker.zygote", str(theirs.fileno()), module, str(log)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -188,6 +192,7 @@ def _begin(
     """
     try:
         os.setpgid(0, 0)
+        LIBC.prctl(_PR_SET_NAME, TRAINER_NAME.encode(), 0, 0, 0)
         _become_child_of(agent, between)
         _redirect_output(request["log"])
         os.environ.clear()

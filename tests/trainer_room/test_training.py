@@ -9,15 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer_room.rig import TINY, Rig, weights
+from supervisor.config import shipped_configs
+from tests.trainer_room.rig import Rig, weights
 from worker.contract.claim import Claim
 from worker.contract.files import publish_message
 from worker.contract.loss_history import last_record
 from worker.contract.manifest import complete_manifest
+from worker.contract.yaml_file import read_yaml
 from worker.start import Start
 
 pytestmark = pytest.mark.training
@@ -228,20 +231,8 @@ def test_sigusr1_writes_the_stacks(make_rig: Callable[..., Rig]) -> None:
     assert "on_step_end" in rig.run.stacks(1, 0, 0).read_text()
 
 
-EXPLOSIVE = {
-    "run": {"name": "explosive", "seed": 2},
-    "model": {"config": {**TINY, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}},
-    "data": {"train": "stdlib", "max_tokens": 128},
-    "training": {
-        "max_steps": 260,
-        "batch_size": 8,
-        "optimizer": {"name": "sgd", "learning_rate": 3.0, "momentum": 0.9},
-        "schedule": {"warmup": 240},
-        "max_grad_norm": None,
-    },
-    "ema": None,
-    "checkpoint": {"every_steps": 10},
-}
+DEMO: dict[str, Any] = read_yaml(shipped_configs() / "demo.yaml")
+EXPLOSIVE = {name: DEMO[name] for name in ("model", "data", "training", "ema", "checkpoint")}
 
 
 def test_where_the_plain_trainer_ends_in_nan_ours_stops_with_a_verdict(make_rig: Callable[..., Rig]) -> None:

@@ -18,6 +18,7 @@ from supervisor.journal import Event, read_journal
 from tests.waiting import eventually
 from worker.contract.loss_history import HistoryReader, Record
 from worker.contract.run_dir import RunDir
+from worker.zygote import TRAINER_NAME
 
 HIGGSFIELD = str(Path(sys.executable).with_name("higgsfield"))
 PATIENCE_S = 300.0
@@ -139,7 +140,8 @@ class House:
         return [pid for pid, line in _command_lines() if str(self.run.path) in line and word in line]
 
     def trainers(self) -> list[int]:
-        return self.processes("worker.train")
+        """Trainers of this run: forked by a zygote, or started cold."""
+        return [*self.processes("-m worker.train"), *(pid for pid in self.processes() if _name(pid) == TRAINER_NAME)]
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +161,13 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _command_lines() -> Iterator[tuple[int, str]]:
