@@ -1,8 +1,8 @@
 """A process that has imported all that a trainer needs, touches nothing, and forks a trainer for each start.
 
 The imports are nearly all of what a start costs.  An agent has one zygote, ``python -m worker.zygote FD MODULE LOG``,
-and speaks with it through a socket, a line of JSON at a time: the zygote says ``"ready"`` after its imports, the agent asks
-for a trainer, and the trainer itself answers with its pid.  Its standard output is the log and never an answer.
+and speaks with it through a socket, a line of JSON at a time: the zygote says ``"ready"`` after its imports, the agent
+asks for a trainer, and the trainer itself answers with its pid.  Its standard output is the log and never an answer.
 
 A trainer is forked twice and becomes the agent's own child: its exit status needs no messenger, and a dead zygote
 harms no trainer.
