@@ -1,18 +1,13 @@
-"""The supervisor as histories: what the worker and the cluster do, and what is in the journal afterwards."""
+"""Histories of the training: verdicts, rollbacks, crashes and refusals, and what is in the journal afterwards."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurm.job import JobState
-from supervisor.decision import Wait
-from supervisor.journal import Continued, Finished, GaveUp, RolledBack, Stopped, Submitted, SupervisorStarted
-from supervisor.lease import read_holder
-from supervisor.observation import Request
+from supervisor.journal import Finished, GaveUp, RolledBack
 from tests.supervisor_room.stage import Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
-from worker.contract.files import publish_message
 
 PREEMPTED = ErrorDetail(type="Left", message="", what="preempted")
 TIME_LIMIT = ErrorDetail(type="Left", message="", what="time_limit")
@@ -84,29 +79,6 @@ def test_a_spike_before_any_checkpoint_starts_from_scratch_at_half_the_rate(stag
     assert (stage.directive.resume_from, stage.directive.lr_scale, stage.directive.cause) == (None, 0.5, "nonfinite")
 
 
-def test_scales_multiply_over_rollbacks_and_stop_at_the_floor_and_the_budget(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    scales = []
-    for _ in range(5):
-        stage.train(8, "spike", onset=6, loss=9.0)
-        stage.leave(Outcome.VERDICT)
-        stage.settle()
-        if stage.directive.attempt == 4:  # two relaunches in one allocation, then a fresh job
-            assert stage.submissions == 2
-        stage.start_job()
-        stage.settle()
-        scales.append(stage.directive.lr_scale)
-    assert scales == [0.5, 0.25, 0.125, 0.0625, 0.03125]
-    stage.train(8, "spike", onset=6, loss=9.0)
-    stage.leave(Outcome.VERDICT)
-    stage.settle()
-    assert stage.state == "gave_up"
-    assert isinstance(stage.events[-1], GaveUp)
-    assert "5 rollbacks" in stage.events[-1].reason
-    assert stage.scheduler.jobs[stage.job_id].state is JobState.CANCELLED
-
-
 def test_progress_refills_the_budget(stage: Stage) -> None:
     stage.settle()
     stage.start_job()
@@ -134,121 +106,6 @@ def test_the_third_relaunch_without_progress_takes_a_fresh_job_after_the_old_one
     submitted = [i for i, name in enumerate(stage.names) if name == "Submitted"]
     assert submitted[0] < cancelled < submitted[1]
     assert stage.job_id != old
-
-
-def test_a_preempted_job_goes_on_by_itself_and_its_start_is_moved(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    stage.leave(Outcome.LEFT, error=PREEMPTED)
-    stage.settle()
-    stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="BeginTime", restarts=1)
-    stage.settle()
-    assert ("start_now", stage.job_id) in stage.scheduler.calls
-    assert stage.names.count("Preempted") == stage.names.count("StartMoved") == 1
-    stage.start_job(restarts=1)
-    stage.train(30, restart=1)
-    stage.settle()
-    assert stage.state == "training"
-    assert stage.directive.attempt == 1
-    assert stage.submissions == 1
-
-
-def test_with_a_factor_on_preemption_the_requeued_worker_gets_a_new_attempt(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, recovery={"preemption": {"lr_factor": 0.5}})
-    stage.settle()
-    assert stage.directive.on_requeue == "wait"
-    stage.start_job()
-    stage.train(25)
-    stage.leave(Outcome.LEFT, error=PREEMPTED)
-    stage.settle()
-    stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="BeginTime", restarts=1)
-    stage.settle()
-    assert (stage.directive.attempt, stage.directive.lr_scale, stage.directive.resume_from) == (2, 0.5, "checkpoint-20")
-    stage.start_job(restarts=1)
-    stage.settle()
-    assert stage.directive.attempt == 2
-    assert stage.submissions == 1
-
-
-@pytest.mark.parametrize(
-    ("state", "error", "cause"),
-    [
-        (JobState.COMPLETED, TIME_LIMIT, "time_limit"),
-        (JobState.TIMEOUT, None, "time_limit"),
-        (JobState.COMPLETED, PREEMPTED, "preempted"),
-        (JobState.FAILED, None, "vanished"),
-        (JobState.OUT_OF_MEMORY, None, "out_of_memory"),
-        (JobState.BOOT_FAIL, None, "vanished"),
-    ],
-)
-def test_a_job_that_is_over_is_followed_by_another_from_the_newest_checkpoint(
-    stage: Stage, state: JobState, error: ErrorDetail | None, cause: str
-) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    if error is not None:
-        stage.leave(Outcome.LEFT, error=error)
-    stage.scheduler.set_state(stage.job_id, state)
-    stage.settle()
-    last = [event for event in stage.events if isinstance(event, Continued)][-1]
-    assert (last.cause, last.resume_from, last.where, last.lr_scale) == (cause, "checkpoint-20", "new_job", 1.0)
-    assert last.cost.steps_repeated == 5
-    assert stage.submissions == 2
-
-
-@pytest.mark.parametrize("state", [JobState.NODE_FAIL, JobState.PREEMPTED])
-def test_a_job_that_may_come_back_is_given_time(stage: Stage, state: JobState) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.scheduler.set_state(stage.job_id, state)
-    stage.settle()
-    assert stage.submissions == 1
-    stage.now += stage.config.recovery.absent_grace_s
-    stage.settle()
-    assert stage.submissions == 2
-
-
-def test_a_job_that_the_scheduler_forgot_is_over_after_a_while_for_whoever_looks(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    stage.scheduler.forget(stage.job_id)
-    stage.settle()
-    assert stage.submissions == 1
-    stage.now += stage.config.recovery.absent_grace_s
-    stage.start_supervisor()
-    stage.settle()
-    assert stage.submissions == 2
-    assert stage.names.count("JobSeen") == 4  # pending, running, unknown, and the next one
-
-
-def test_a_foreign_scancel_stops_the_run_for_good(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    stage.scheduler.cancellers[stage.job_id] = "alice"
-    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
-    stage.settle()
-    assert stage.state == "stopped"
-    assert isinstance(stage.events[-1], Stopped)
-    assert (stage.events[-1].by, stage.events[-1].saved_step) == ("alice", 20)
-    assert stage.submissions == 1
-
-
-def test_a_foreign_scancel_wins_over_an_unanswered_verdict(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(38, "spike", onset=36, loss=9.0)
-    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
-    stage.settle()
-    assert stage.state == "stopped"
 
 
 def test_a_crash_goes_on_in_the_same_allocation(stage: Stage) -> None:
@@ -342,14 +199,6 @@ def test_out_of_memory_by_slurm_s_word_alone_is_tried_once_more_too(stage: Stage
     assert stage.submissions == 2
 
 
-def test_the_term_grows_with_each_supervisor(stage: Stage) -> None:
-    stage.watched.run.lease.give_up()
-    assert read_holder(stage.run_dir) is None
-    stage.start_supervisor()
-    terms = [event.term for event in stage.events if isinstance(event, SupervisorStarted)]
-    assert terms == [1, 2]
-
-
 def test_out_of_memory_is_tried_once_more_after_progress(stage: Stage) -> None:
     stage.settle()
     stage.start_job()
@@ -366,105 +215,6 @@ def test_out_of_memory_is_tried_once_more_after_progress(stage: Stage) -> None:
     assert stage.directive.attempt == 2
 
 
-def test_an_attempt_that_nobody_takes_up_is_given_a_fresh_job_under_its_own_number(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    stage.leave(Outcome.CRASHED, error=_crash())
-    stage.settle()
-    stage.now += 61
-    stage.settle()
-    assert stage.directive.attempt == 2
-    assert stage.submissions == 2
-    assert "Cancelled" in stage.names
-
-
-def test_silence_of_the_scheduler_is_no_ending(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    stage.scheduler.fail("look", 50)
-    for _ in range(20):
-        stage.now += 60
-        assert isinstance(stage.look(), Wait)
-    assert stage.names.count("LookFailed") == 1
-    assert stage.submissions == 1
-    stage.scheduler._failures.clear()
-    stage.settle()
-    assert stage.names.count("LookRecovered") == 1
-    assert stage.state == "training"
-
-
-def test_a_verdict_is_answered_while_the_scheduler_is_silent(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    stage.scheduler.fail("look", 50)
-    stage.train(38, "spike", onset=36, loss=9.0)
-    stage.look()
-    assert stage.directive.attempt == 2
-
-
-def test_a_submission_whose_answer_got_lost_is_found_by_its_name(stage: Stage) -> None:
-    stage.scheduler.fail("submit", after=True)
-    stage.settle()
-    assert "SubmitFailed" in stage.names
-    stage.now += 3600
-    stage.settle()
-    [submitted] = [event for event in stage.events if isinstance(event, Submitted)]
-    assert submitted.adopted
-    assert stage.submissions == 1
-
-
-def test_submissions_that_are_refused_again_and_again_end_the_run(stage: Stage) -> None:
-    stage.scheduler.says = "Invalid account"
-    stage.scheduler.fail("submit", 50)
-    for _ in range(200):
-        stage.now += 60
-        stage.look()
-    assert stage.state == "gave_up"
-    assert stage.submissions == 5
-
-
-def test_a_scheduler_that_does_not_answer_submissions_is_waited_for(stage: Stage) -> None:
-    stage.scheduler.fail("submit", 12)
-    for _ in range(20):
-        stage.now += 60
-        stage.look()
-    assert stage.names.count("SubmitFailed") == 12
-    assert stage.names.count("Submitted") == 1
-
-
-def test_an_id_that_was_given_out_again_is_not_our_job(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(25)
-    stage.settle()
-    stage.scheduler.jobs[stage.job_id] = replace(
-        stage.scheduler.jobs[stage.job_id], name="somebody-else", state=JobState.CANCELLED
-    )
-    stage.settle()
-    assert stage.state == "training"
-    stage.now += 1
-    assert stage.submissions == 1
-
-
-def test_only_so_many_jobs_an_hour(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, recovery={"max_submissions_per_hour": 2})
-    for _ in range(4):
-        stage.settle()
-        if stage.watched.run.state.has_live_job:
-            stage.start_job()
-            stage.scheduler.set_state(stage.job_id, JobState.FAILED)
-    assert stage.submissions == 2
-    stage.now += 3600
-    stage.settle()
-    assert stage.submissions == 3
-
-
 def test_attempts_without_progress_are_counted(tmp_path: Path) -> None:
     stage = Stage(tmp_path, recovery={"max_attempts_without_progress": 3, "max_submissions_per_hour": 100})
     for _ in range(8):
@@ -476,52 +226,24 @@ def test_attempts_without_progress_are_counted(tmp_path: Path) -> None:
     assert stage.submissions == 3
 
 
-def test_stop_saves_and_stays_stopped(stage: Stage) -> None:
+def test_scales_multiply_over_rollbacks_and_stop_at_the_floor_and_the_budget(stage: Stage) -> None:
     stage.settle()
     stage.start_job()
-    stage.train(25)
-    stage.settle()
-    publish_message(stage.run_dir.request, Request(verb="stop", by="bob"))
-    stage.settle()
-    assert stage.directive.stop == "save"
-    assert not stage.run_dir.request.exists()
-    assert stage.state == "stopping"
-    stage.save(25)
-    stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="", what="stop"))
-    stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
-    stage.settle()
-    assert stage.state == "stopped"
-    assert isinstance(stage.events[-1], Stopped)
-    assert (stage.events[-1].by, stage.events[-1].saved_step) == ("bob", 25)
-
-
-def test_stop_ends_the_waiting_of_a_worker_that_just_saw_a_spike(stage: Stage) -> None:
-    stage.settle()
-    stage.start_job()
-    stage.train(38, "spike", onset=36, loss=9.0)
+    scales = []
+    for _ in range(5):
+        stage.train(8, "spike", onset=6, loss=9.0)
+        stage.leave(Outcome.VERDICT)
+        stage.settle()
+        if stage.directive.attempt == 4:  # two relaunches in one allocation, then a fresh job
+            assert stage.submissions == 2
+        stage.start_job()
+        stage.settle()
+        scales.append(stage.directive.lr_scale)
+    assert scales == [0.5, 0.25, 0.125, 0.0625, 0.03125]
+    stage.train(8, "spike", onset=6, loss=9.0)
     stage.leave(Outcome.VERDICT)
-    publish_message(stage.run_dir.request, Request(verb="stop", by="bob"))
     stage.settle()
-    assert stage.directive.stop == "save"
-    assert stage.directive.attempt == 1
-
-
-def test_stop_cancels_a_job_that_waits(stage: Stage) -> None:
-    stage.settle()
-    publish_message(stage.run_dir.request, Request(verb="stop", by="bob"))
-    stage.settle()
-    assert stage.state == "stopped"
-    assert ("cancel", stage.job_id) in stage.scheduler.calls
-
-
-def test_a_full_disk_under_the_journal_means_no_effect(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("supervisor.journal.append_line", full)
-    stage.look()
-    assert stage.submissions == 0
-    assert "No space left" in stage.ears.troubles[-1]
-    monkeypatch.undo()
-    stage.settle()
-    assert stage.submissions == 1
+    assert stage.state == "gave_up"
+    assert isinstance(stage.events[-1], GaveUp)
+    assert "5 rollbacks" in stage.events[-1].reason
+    assert stage.scheduler.jobs[stage.job_id].state is JobState.CANCELLED
