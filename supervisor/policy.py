@@ -122,8 +122,12 @@ def _follow_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
 
 
 def _is_unclaimed(run: RunState, seen: Observation) -> bool:
-    """The attempt was published for agents that wait in a running job, and none of them took it up."""
-    if run.plan is None or run.plan.where != "same_allocation" or seen.claim is not None or seen.job is None:
+    """The attempt was published for agents that wait in a running job, and none of them took it up.
+
+    A job that was submitted for the attempt itself has all the time it needs to start.
+    """
+    was_waiting = run.plan is not None and run.plan.where == "same_allocation" and run.job_since <= run.decided_at
+    if not was_waiting or seen.claim is not None or seen.job is None:
         return False
     return seen.job.state is JobState.RUNNING and seen.now - run.decided_at > CLAIM_WAIT_S
 

@@ -58,6 +58,8 @@ class RunState:
     decided_at: float = 0.0
     job_id: str | None = None
     """The job that the attempt was given; None = none yet."""
+    job_since: float = 0.0
+    """When that job was submitted, or adopted."""
     job: JobSeen | None = None
     segment: int | None = None
     has_stepped: bool = False
@@ -234,6 +236,7 @@ def _apply_job(
             return replace(
                 run,
                 job_id=event.job_id,
+                job_since=event.time,
                 job=None,
                 submitted_times=times[-100:],
                 failed_submissions=0,

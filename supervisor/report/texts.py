@@ -171,7 +171,7 @@ def status_lines(row: dict[str, Any], now: float) -> list[str]:
     if row["state"] not in OVER:
         job, holder = row["job"], row["supervisor"]
         where = (
-            "no job yet" if job is None else f"job {job['id']} {job['state']} {' '.join([*job['nodes'], job['why']])}"
+            "no job now" if job is None else f"job {job['id']} {job['state']} {' '.join([*job['nodes'], job['why']])}"
         )
         alive = (
             f"nobody supervises it: higgsfield resume {row['dir']}"
