@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,3 +129,23 @@ def test_faults_of_one_node_and_of_the_controller(slurm_cluster: cluster.Cluster
     slurm_cluster.stop("n2")
     slurm_cluster.cont("n2")
     slurm_cluster.wait_until_idle()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the whole session runs without root already")
+def test_no_root_is_needed(folder: Path) -> None:
+    """The same as a user without rights, from a copy of the package that this user may read."""
+    as_nobody = ["runuser", "-u", "nobody", "--", "env", "-i", "PATH=/usr/bin:/usr/sbin:/bin:/sbin"]
+    python = next(
+        (each for each in (sys.executable, "/usr/bin/python3") if _works([*as_nobody, each, "--version"])), None
+    )
+    if python is None:
+        pytest.skip("no interpreter that the user nobody may start")
+    shutil.copytree(Path(cluster.__file__).parents[1], folder / "slurm", ignore=shutil.ignore_patterns("__pycache__"))
+    folder.chmod(0o755)
+    run = [python, "-B", "-m", "slurm.local_cluster", "run", "--nodes", "1", "--", "srun", "-n1", "id", "-un"]
+    done = subprocess.run([*as_nobody, *run], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "nobody\n"), done.stderr
+
+
+def _works(argv: list[str]) -> bool:
+    return subprocess.run(argv, capture_output=True, check=False).returncode == 0

@@ -23,6 +23,9 @@ from worker.contract.loss_history import BatchPosition, HistoryWriter, Probe, St
 from worker.contract.manifest import MANIFEST, Manifest
 
 BEGIN = 1_700_000_000.0
+PREEMPTED = ErrorDetail(type="Left", message="", what="preempted")
+TIME_LIMIT = ErrorDetail(type="Left", message="", what="time_limit")
+CRASHED = ErrorDetail(type="RuntimeError", message="boom", traceback='  File "train.py", line 7, in main\nRuntimeError')
 
 
 def config(folder: Path, **sections: dict[str, Any]) -> Config:

@@ -2,26 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from slurm.job import JobState
 from supervisor.journal import Finished, GaveUp, RolledBack
-from tests.supervisor_room.stage import Stage
+from tests.supervisor_room.stage import CRASHED, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
-
-PREEMPTED = ErrorDetail(type="Left", message="", what="preempted")
-TIME_LIMIT = ErrorDetail(type="Left", message="", what="time_limit")
-
-
-def _crash(message: str = "boom") -> ErrorDetail:
-    return ErrorDetail(
-        type="RuntimeError", message=message, traceback='  File "train.py", line 7, in main\nRuntimeError'
-    )
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
 
 
 def test_a_healthy_run_is_submitted_once_and_finishes(stage: Stage) -> None:
@@ -113,7 +97,7 @@ def test_a_crash_goes_on_in_the_same_allocation(stage: Stage) -> None:
     stage.start_job()
     stage.train(25)
     stage.settle()
-    stage.leave(Outcome.CRASHED, error=_crash())
+    stage.leave(Outcome.CRASHED, error=CRASHED)
     stage.settle()
     assert (stage.directive.attempt, stage.directive.resume_from, stage.directive.cause) == (
         2,
@@ -127,7 +111,7 @@ def test_the_same_crash_twice_before_any_step_gives_up_with_its_traceback(stage:
     stage.settle()
     stage.start_job()
     for _ in range(2):
-        stage.leave(Outcome.CRASHED, error=_crash())
+        stage.leave(Outcome.CRASHED, error=CRASHED)
         stage.settle()
         if stage.state != "gave_up":
             stage.claim()
@@ -139,7 +123,7 @@ def test_the_same_crash_twice_before_any_step_gives_up_with_its_traceback(stage:
 def test_two_different_crashes_before_any_step_do_not_give_up(stage: Stage) -> None:
     stage.settle()
     stage.start_job()
-    stage.leave(Outcome.CRASHED, error=_crash())
+    stage.leave(Outcome.CRASHED, error=CRASHED)
     stage.settle()
     stage.claim()
     stage.leave(Outcome.CRASHED, error=ErrorDetail(type="ValueError", message="other"))

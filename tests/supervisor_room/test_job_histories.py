@@ -10,23 +10,9 @@ from supervisor.decision import Wait
 from supervisor.journal import Continued, Stopped, Submitted, SupervisorStarted
 from supervisor.lease import read_holder
 from supervisor.observation import Request
-from tests.supervisor_room.stage import Stage
+from tests.supervisor_room.stage import CRASHED, PREEMPTED, TIME_LIMIT, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import publish_message
-
-PREEMPTED = ErrorDetail(type="Left", message="", what="preempted")
-TIME_LIMIT = ErrorDetail(type="Left", message="", what="time_limit")
-
-
-def _crash(message: str = "boom") -> ErrorDetail:
-    return ErrorDetail(
-        type="RuntimeError", message=message, traceback='  File "train.py", line 7, in main\nRuntimeError'
-    )
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
 
 
 def test_a_preempted_job_goes_on_by_itself_and_its_start_is_moved(stage: Stage) -> None:
@@ -157,7 +143,7 @@ def test_an_attempt_that_nobody_takes_up_is_given_a_fresh_job_under_its_own_numb
     stage.start_job()
     stage.train(25)
     stage.settle()
-    stage.leave(Outcome.CRASHED, error=_crash())
+    stage.leave(Outcome.CRASHED, error=CRASHED)
     stage.settle()
     stage.now += 61
     stage.settle()
