@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from slurm.job import JobState, RequestError
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, Finish, GiveUp, StartNow, Submit, Wait
+from supervisor.job_policy import waits_after_requeue
 from supervisor.job_request import worker_request
 from supervisor.journal import (
     AttemptDecided,
@@ -33,7 +34,6 @@ from supervisor.journal import (
     SupervisorStarted,
 )
 from supervisor.lease import Lease
-from supervisor.policy import waits_after_requeue
 from supervisor.report.history_csv import write_history_csv
 from supervisor.run_state import RunState, apply
 from worker.contract.config import Config

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, JobSeen, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
-from supervisor.policy import why_not_submitted
 from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest

@@ -9,10 +9,11 @@ from typing import Final, Protocol
 from slurm.job import JobStatus
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.actions import SupervisedRun, carry_out, finish_open_intent
+from supervisor.attempts import Rules
 from supervisor.decision import Decision, Wait
 from supervisor.journal import LookFailed, LookRecovered
 from supervisor.observation import Observation, Observer, look_up, news
-from supervisor.policy import Rules, decide
+from supervisor.policy import decide
 from supervisor.run_state import RunState
 from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir

@@ -1,0 +1,122 @@
+"""The next attempt of a run: from which checkpoint, at which rate, in which job.  Pure."""
+
+from dataclasses import dataclass
+
+from slurm.job import JobState
+from supervisor.decision import Begin, Cancel, Decision, GiveUp, Wait
+from supervisor.journal import AttemptDecided, Cost, Rollback, Where
+from supervisor.observation import Observation
+from supervisor.run_state import MAY_COME_BACK, RunState
+from worker.contract.config import CheckpointConfig, RecoveryConfig
+from worker.contract.directive import Cause, LearningRateRamp
+from worker.contract.manifest import Manifest
+from worker.contract.run_dir import checkpoint_name
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The parts of a run's configuration that decide."""
+
+    recovery: RecoveryConfig
+    checkpoint: CheckpointConfig
+
+
+def run_scale(run: RunState) -> float:
+    """The rate scale of the present attempt."""
+    return run.plan.lr_scale if run.plan is not None else 1.0
+
+
+def continue_run(run: RunState, seen: Observation, rules: Rules, cause: Cause, reason: str) -> Decision:
+    """Go on from the newest complete checkpoint, at the rate the cause calls for."""
+    factor = (
+        rules.recovery.preemption.lr_factor if cause in ("preempted", "drained", "node_failed", "time_limit") else 1.0
+    )
+    newest = seen.manifests[-1] if seen.manifests else None
+    scale = run_scale(run) * factor
+    return begin(run, seen, rules, cause, newest, scale, reason)
+
+
+def begin(
+    run: RunState,
+    seen: Observation,
+    rules: Rules,
+    cause: Cause,
+    start: Manifest | None,
+    scale: float,
+    reason: str,
+    rollback: Rollback | None = None,
+) -> Decision:
+    """Begin the next attempt, after what must come before it: a budget that lasts, and an old job that is over."""
+    limit = rules.recovery.max_attempts_without_progress
+    if run.attempts_since_progress >= limit:
+        return GiveUp(f"{limit} attempts without a new healthy checkpoint; the last: {reason}", error=reason)
+    where = _where(run, seen, rules)
+    if where == "new_job" and not job_is_over(run, seen, rules):
+        return _part_from_job(run, seen, reason)
+    plan = plan_attempt(run, seen, cause, start, scale, where, reason)
+    return Begin(plan.model_copy(update={"rollback": rollback, "lr_ramp": _ramp(run, rules, plan, rollback)}))
+
+
+def _where(run: RunState, seen: Observation, rules: Rules) -> Where:
+    """The same job while it waits in the queue or its agents wait in it, and relaunching there is not exhausted."""
+    if job_is_over(run, seen, rules) or run.job_id in run.cancelled_by_us:
+        return "new_job"
+    if seen.job is not None and seen.job.state in (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED):
+        return "requeued"
+    if seen.job is not None and seen.job.state not in (JobState.RUNNING, JobState.SUSPENDED):
+        return "new_job"
+    return "same_allocation" if run.relaunches_in_job < rules.recovery.relaunches_in_allocation else "new_job"
+
+
+def _part_from_job(run: RunState, seen: Observation, reason: str) -> Decision:
+    assert run.job_id is not None  # job_is_over is true without one
+    if run.job_id in run.cancelled_by_us:
+        return Wait("the cancelled job is about to end")
+    if seen.job is not None and seen.job.state is JobState.COMPLETING:
+        return Wait("the job is about to end")
+    return Cancel(run.job_id, f"a fresh job is needed: {reason}")
+
+
+def job_is_over(run: RunState, seen: Observation, rules: Rules) -> bool:
+    """Whether the run's job is over for good; silence of the scheduler never says so."""
+    if not run.has_live_job:
+        return True
+    if seen.look_error is not None:
+        return False
+    if seen.job is None or seen.job.state in MAY_COME_BACK:
+        return run.job is not None and seen.now - run.job.time >= rules.recovery.absent_grace_s
+    return seen.job.state.is_over
+
+
+def _ramp(run: RunState, rules: Rules, plan: AttemptDecided, rollback: Rollback | None) -> LearningRateRamp | None:
+    """The way back to the full rate: begun anew by a rollback, carried on unchanged by everything else."""
+    spike = rules.recovery.spike
+    if rollback is None:
+        return run.plan.lr_ramp if run.plan is not None else None
+    if spike.ramp_steps is None or spike.hold_steps is None:
+        return None
+    to = max(spike.ramp_to, plan.lr_scale)
+    return LearningRateRamp(from_step=plan.resume_step, hold_steps=spike.hold_steps, ramp_steps=spike.ramp_steps, to=to)
+
+
+def plan_attempt(
+    run: RunState, seen: Observation, cause: Cause, start: Manifest | None, scale: float, where: Where, reason: str
+) -> AttemptDecided:
+    """The next attempt from ``start`` (None = from scratch), with what that repeats and what it quarantines."""
+    step = start.step if start is not None else 0
+    return AttemptDecided(
+        attempt=run.attempt + 1,
+        cause=cause,
+        resume_from=checkpoint_name(step) if start is not None else None,
+        resume_step=step,
+        lr_scale=scale,
+        quarantine=tuple(checkpoint_name(m.step) for m in seen.manifests if m.step > step),
+        where=where,
+        cost=Cost(steps_repeated=max(0, last_step(seen) - step)),
+        reason=reason,
+    )
+
+
+def last_step(seen: Observation) -> int:
+    """The newest finished step, 0 before the first."""
+    return seen.last.step if seen.last is not None else 0

@@ -1,0 +1,108 @@
+"""What the run's job calls for: submit, follow, start, cancel, go on after its end.  Pure."""
+
+import math
+from typing import Final
+
+from slurm.job import JobState
+from supervisor.attempts import Rules, continue_run, job_is_over
+from supervisor.decision import Cancel, Decision, GiveUp, StartNow, Submit, Wait
+from supervisor.observation import Observation
+from supervisor.run_state import RunState
+from worker.contract.config import RecoveryConfig
+from worker.contract.directive import Cause
+
+CLAIM_WAIT_S: Final = 60.0
+"""How long a running job may take to claim an attempt that was published for it."""
+_HOUR_S: Final = 3600.0
+_SUBMIT_RETRY_S: Final = 60.0
+_MAX_FAILED_SUBMISSIONS: Final = 5
+
+
+def waits_after_requeue(recovery: RecoveryConfig) -> bool:
+    """Whether a worker that Slurm restarts has to wait for a new attempt, because its rate changes."""
+    return recovery.preemption.lr_factor != 1.0
+
+
+def follow_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
+    """What the job calls for when neither a person, a verdict nor the worker itself does."""
+    if not run.has_live_job and (run.job_id is None or (run.job_id in run.cancelled_by_us and seen.claim is None)):
+        return _submit(run, seen, rules)
+    if job_is_over(run, seen, rules):
+        return _after_the_job(run, seen, rules)
+    if waits_after_requeue(rules.recovery) and run.job is not None and run.job.restarts > run.restarts_at_begin:
+        return continue_run(run, seen, rules, "preempted", "the job was put back into the queue")
+    job = seen.job
+    if job is None:
+        return Wait("the scheduler does not answer" if seen.look_error else "the scheduler does not show the job")
+    if job.state is JobState.PENDING and job.restarts > 0 and job.why == "BeginTime":
+        return StartNow(job.job_id, "it was requeued; its start need not wait")
+    if _is_unclaimed(run, seen):
+        return Cancel(job.job_id, f"nobody in it took up attempt {run.attempt} for {CLAIM_WAIT_S:.0f} s")
+    return Wait(job.why if job.state is JobState.PENDING else "the job runs")
+
+
+def _is_unclaimed(run: RunState, seen: Observation) -> bool:
+    """The attempt was published for agents that wait in a running job, and none of them took it up.
+
+    A job that was submitted for the attempt itself has all the time it needs to start.
+    """
+    was_waiting = run.plan is not None and run.plan.where == "same_allocation" and run.job_since <= run.decided_at
+    if not was_waiting or seen.claim is not None or seen.job is None:
+        return False
+    return seen.job.state is JobState.RUNNING and seen.now - run.decided_at > CLAIM_WAIT_S
+
+
+def _submit(run: RunState, seen: Observation, rules: Rules) -> Decision:
+    if run.failed_submissions >= _MAX_FAILED_SUBMISSIONS:
+        return GiveUp(f"{run.failed_submissions} submissions in a row were refused", error=run.reason)
+    wait = why_not_submitted(run, seen.now, rules.recovery)
+    return Wait(wait) if wait is not None else Submit(f"attempt {run.attempt} needs a job")
+
+
+def why_not_submitted(run: RunState, now: float, recovery: RecoveryConfig) -> str | None:
+    """Why a run without a job is not given one now; None = it is."""
+    limit = recovery.max_submissions_per_hour
+    recent = [time for time in run.submitted_times if now - time < _HOUR_S]
+    if len(recent) >= limit:
+        minutes = math.ceil((recent[-limit] + _HOUR_S - now) / 60)
+        return f"{limit} jobs within an hour (recovery.max_submissions_per_hour); the next in {minutes} min"
+    if now - run.last_submit_failed_at < _SUBMIT_RETRY_S * 2**run.failed_submissions:
+        return f"tried again in a while: {run.reason}"
+    return None
+
+
+def _after_the_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
+    """The job is over: why, and what follows."""
+    cause, reason = _cause_of_end(run, seen.job.state if seen.job is not None else None)
+    if cause == "out_of_memory":
+        return after_out_of_memory(run, seen, rules, reason)
+    return continue_run(run, seen, rules, cause, reason)
+
+
+def after_out_of_memory(run: RunState, seen: Observation, rules: Rules, reason: str) -> Decision:
+    """Once more where the attempt made steps, never twice in a row without progress."""
+    before = run.plan is not None and run.plan.cause == "out_of_memory" and run.attempts_since_progress > 1
+    if before or not run.has_stepped:
+        return GiveUp(f"out of memory, and nothing speaks for another try: {reason}", error=reason)
+    return continue_run(run, seen, rules, "out_of_memory", f"out of memory: {reason}")
+
+
+_CAUSE_OF_STATE: Final[dict[JobState, Cause]] = {
+    JobState.PREEMPTED: "preempted",
+    JobState.NODE_FAIL: "node_failed",
+    JobState.TIMEOUT: "time_limit",
+    JobState.OUT_OF_MEMORY: "out_of_memory",
+}
+
+
+def _cause_of_end(run: RunState, state: JobState | None) -> tuple[Cause, str]:
+    what = run.left.error.what if run.left is not None and run.left.error is not None else None
+    if what == "time_limit":
+        return "time_limit", "the time limit came"
+    if what == "preempted":
+        return "preempted", "the job was preempted and did not come back"
+    if state is not None and state in _CAUSE_OF_STATE:
+        return _CAUSE_OF_STATE[state], f"Slurm says {state.value}"
+    if run.left is not None:
+        return "crash", run.left.reason
+    return "vanished", f"job {run.job_id} is over and left no report"
