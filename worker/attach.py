@@ -45,16 +45,17 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     The Trainer needs a map-style data set; its sampler becomes ours. SIGTERM and SIGUSR2 are flags
     from here on.
     """
-    args = trainer.args
+    args, chosen = trainer.args, context.chosen
     refuse_what_cannot_repeat(trainer)
-    if context.chosen is not None:
-        refuse_other_model(context.chosen.folder, cast(torch.nn.Module, trainer.model))
+    if chosen is not None:
+        refuse_other_model(chosen.folder, cast(torch.nn.Module, trainer.model))
     order = EpochOrder(
         samples=cast(Sized, trainer.train_dataset),
         global_batch=args.train_batch_size * args.gradient_accumulation_steps * world.world_size(),
         seed=args.seed,
         shuffle=args.train_sampling_strategy == "random",
         skipped=context.directive.skip_batches,
+        begin=(chosen.manifest.step, chosen.manifest.batches_into_epoch) if chosen else (0, 0),
     )
     start = context.start
     attached = Attached(

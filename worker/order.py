@@ -5,8 +5,9 @@ global batch sees the same samples in the same order, and a global batch can be 
 """
 
 import random
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Container, Iterator, Sequence, Sized
 from functools import lru_cache
+from itertools import count, islice
 
 import torch
 from torch.utils.data import Sampler
@@ -19,20 +20,34 @@ def batches_an_epoch(num_samples: int, global_batch: int) -> int:
     return -(-num_samples // global_batch)
 
 
-def batch_order(num_batches: int, epoch: int, skipped: Sequence[SkippedBatches]) -> Sequence[int]:
-    """The epoch's global batches as they are trained on: without the skipped ones, the tail filled from the head."""
-    gone = {batch for one in skipped if one.epoch == epoch for batch in range(one.first, one.first + one.count)}
-    kept = [batch for batch in range(num_batches) if batch not in gone]
-    if not gone or not kept:
-        return range(num_batches)
-    return [kept[position % len(kept)] for position in range(num_batches)]
+def order_from(num_batches: int, gone: Container[int], position: int = 0, behind: int = 0) -> Sequence[int]:
+    """An epoch's global batches from ``position`` on, when the first ``behind`` of its own order are behind.
+
+    Those in ``gone`` are left out where they are still ahead; all others keep their order, and the tail is filled from
+    the head: a number of ``num_batches`` or more is a batch of this second lap. What was trained on before ``position``
+    is not known here and stands as it would have been without a skip. An epoch that were to be left out whole stays.
+    """
+    if all(batch in gone for batch in range(num_batches)):
+        gone = ()
+    laps = (batch for batch in count(behind) if batch % num_batches not in gone)
+    return [*range(position), *islice(laps, num_batches - position)]
 
 
 class EpochOrder(Sampler[int]):
-    """Sample indices of ``epoch``, one global batch after the other."""
+    """Sample indices of ``epoch``, one global batch after the other, from where training begins on.
+
+    ``begin`` is that place: finished steps, and the batches of its epoch that were behind then. A skip changes what is
+    ahead of it and nothing else, so that one which reaches back over what was trained on already moves no other batch.
+    """
 
     def __init__(
-        self, samples: Sized, global_batch: int, seed: int, shuffle: bool, skipped: Sequence[SkippedBatches]
+        self,
+        samples: Sized,
+        global_batch: int,
+        seed: int,
+        shuffle: bool,
+        skipped: Sequence[SkippedBatches],
+        begin: tuple[int, int] = (0, 0),
     ) -> None:
         self.num_samples = len(samples)
         self.global_batch = global_batch
@@ -41,20 +56,39 @@ class EpochOrder(Sampler[int]):
         self._seed = seed
         self._shuffle = shuffle
         self._skipped = tuple(skipped)
-        self._batches = lru_cache(maxsize=2)(lambda epoch: batch_order(self.num_batches, epoch, self._skipped))
+        self._begin = begin
+        self._laps = lru_cache(maxsize=2)(self._laps_of)
+
+    def _laps_of(self, epoch: int) -> Sequence[int]:
+        gone = {
+            batch for one in self._skipped if one.epoch == epoch for batch in range(one.first, one.first + one.count)
+        }
+        step, behind = self._begin
+        begin_epoch, position = divmod(step, self.num_batches)
+        if epoch != begin_epoch or position == 0:
+            position = behind = 0
+        return order_from(self.num_batches, gone, position, behind) if gone or behind else range(self.num_batches)
 
     def __len__(self) -> int:
         return self.num_batches * self.global_batch
 
     def __iter__(self) -> Iterator[int]:
         order = self._samples(self.epoch)
-        for batch in self._batches(self.epoch):
-            yield from self._batch(order, batch)
+        for lap in self._laps(self.epoch):
+            yield from self._batch(order, lap % self.num_batches)
 
     def batch_of(self, step: int) -> tuple[int, int]:
         """(epoch, global batch in the epoch's own order) that optimizer step ``step`` trains on; steps count from 1."""
         epoch, position = divmod(step - 1, self.num_batches)
-        return epoch, self._batches(epoch)[position]
+        return epoch, self._laps(epoch)[position] % self.num_batches
+
+    def batches_behind(self, step: int) -> int:
+        """Batches of the running epoch, trained on or left out, that are behind after ``step`` steps.
+
+        In the epoch's own order; as many as the epoch has, or more, while its tail is filled from its head.
+        """
+        epoch, position = divmod(step, self.num_batches)
+        return self._laps(epoch)[position - 1] + 1 if position else 0
 
     def samples_of(self, step: int) -> list[int]:
         """The sample indices of optimizer step ``step``."""

@@ -99,7 +99,7 @@ def _manifest(attached: Attached, probe: float | None, files: dict[str, FileEntr
         segment=attached.segment.number,
         time=time.time(),
         epoch=float(trainer.state.epoch or 0.0),
-        batches_into_epoch=step % attached.order.num_batches,
+        batches_into_epoch=attached.order.batches_behind(step),
         samples_seen=step * attached.order.global_batch,
         world_size=world.world_size(),
         batch_size=trainer.args.train_batch_size,

@@ -1,4 +1,4 @@
-"""The pure parts: the order of the data, the rates, retention, the guard, the refused fields."""
+"""The pure parts: the rates, retention, the guard, the refused fields."""
 
 import math
 import signal
@@ -16,7 +16,7 @@ from worker.attach import nonfinite_ranks
 from worker.checkpoints import clear_staging, file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.config import CheckpointConfig
-from worker.contract.directive import Directive, SkippedBatches, publish_directive, read_directive
+from worker.contract.directive import Directive, publish_directive, read_directive
 from worker.contract.files import publish_message
 from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_history, surviving
 from worker.contract.manifest import MANIFEST, Manifest
@@ -25,7 +25,6 @@ from worker.documents import DataError
 from worker.guard import tell_fused, withhold
 from worker.interrupts import Ask, RunFiles, Signals
 from worker.leaving import AskedToLeaveError, ProofError, RefusedError, VerdictError
-from worker.order import EpochOrder, batch_order
 from worker.probe import weights_are_finite
 from worker.randomness import random_digest, random_states_aside
 from worker.rates import configured_rates, hold_rates
@@ -34,41 +33,6 @@ from worker.segment import telling_records
 from worker.start import Start
 from worker.train import exit_code_of
 from worker.world import interface_of, own_address, refuse_lonely_tasks
-
-
-def order_of(num_samples: int, global_batch: int, **fields: object) -> EpochOrder:
-    told = {"seed": 1, "shuffle": True, "skipped": (), **fields}
-    return EpochOrder(range(num_samples), global_batch, **told)  # type: ignore[arg-type]
-
-
-@given(st.integers(1, 60), st.integers(1, 20), st.booleans())
-def test_an_epoch_is_whole_global_batches_over_all_samples(num_samples: int, batch: int, shuffle: bool) -> None:
-    order = order_of(num_samples, batch, shuffle=shuffle)
-    indices = list(order)
-    assert len(indices) == len(order) == order.num_batches * batch
-    assert set(indices) == set(range(num_samples))
-    assert indices == [index for step in range(1, order.num_batches + 1) for index in order.samples_of(step)]
-    assert len(indices) - num_samples < batch
-
-
-def test_every_epoch_has_another_order_and_the_same_one_in_every_process() -> None:
-    order = order_of(100, 10)
-    first = list(order)
-    order.epoch = 1
-    assert list(order) != first
-    assert list(order_of(100, 10)) == first
-    assert order.samples_of(1) == first[:10]
-    assert order.samples_of(11) == list(order)[:10]
-
-
-def test_skipped_batches_are_left_out_and_move_no_other() -> None:
-    skipped = [SkippedBatches(epoch=1, first=3, count=2)]
-    assert list(batch_order(8, 1, skipped)) == [0, 1, 2, 5, 6, 7, 0, 1]
-    assert list(batch_order(8, 0, skipped)) == list(range(8))
-    assert list(batch_order(2, 1, [SkippedBatches(epoch=1, first=0, count=9)])) == [0, 1]
-    order = order_of(80, 10, skipped=skipped)
-    assert order.batch_of(8 + 4) == (1, 5)
-    assert order.samples_of(8 + 4) == order_of(80, 10).samples_of(8 + 6)
 
 
 def trained(num_groups: int = 2) -> tuple[torch.optim.Optimizer, LambdaLR]:
