@@ -99,6 +99,8 @@ class LocalScheduler:
         """What would happen, or RequestError."""
         if job.resources.nodes > 1:
             raise RequestError(f"the local stand-in is one node, and {job.resources.nodes} are asked for")
+        if socket.gethostname() in job.exclude_nodes:
+            raise RequestError("the local stand-in is one node, and it is excluded")
         return f"{job.name} would start at once on {socket.gethostname()} (local stand-in, no Slurm)"
 
     def _records(self) -> Iterator[tuple[Path, Record]]:

@@ -7,12 +7,26 @@ idempotent (quarantine moves, publishing a directive, cancelling) or findable (a
 import contextlib
 import pwd
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
-from slurm.job import JobState, RequestError
+from slurm.job import JobRequest, JobState, RequestError
 from slurm.scheduler import Scheduler, SchedulerError
-from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, Finish, GiveUp, StartNow, Submit, Wait
+from supervisor.decision import (
+    AskToStop,
+    Begin,
+    Cancel,
+    Decision,
+    EndStopped,
+    Exclude,
+    Finish,
+    GiveUp,
+    StartNow,
+    Submit,
+    Wait,
+)
+from supervisor.exclusion import fits, fitting
 from supervisor.job_policy import waits_after_requeue
 from supervisor.job_request import worker_request
 from supervisor.journal import (
@@ -24,6 +38,7 @@ from supervisor.journal import (
     Finished,
     GaveUp,
     Journal,
+    NodeExcluded,
     Plan,
     RolledBack,
     StartMoved,
@@ -90,6 +105,8 @@ def carry_out(run: SupervisedRun, decision: Decision) -> None:
             _cancel(run, decision.job_id, decision.reason)
         case StartNow():
             _start_now(run, decision)
+        case Exclude():
+            _exclude(run, decision)
         case AskToStop():
             _publish_stop(run, "save")
         case Finish():
@@ -198,14 +215,31 @@ def _submit(run: SupervisedRun) -> None:
         run.record(Submitted(name=name, job_id=known[0].job_id, adopted=True, reason="found by its name"))
         return
     try:
-        job_id = run.scheduler.submit(worker_request(run.config, run.run_dir, name, run.state.attempt))
+        request, without = fitting(run.scheduler, partial(_request, run), list(run.state.excluded(run.clock())))
+        job_id = run.scheduler.submit(request)
     except (SchedulerError, RequestError) as error:
         answered = not isinstance(error, SchedulerError) or error.answered
         run.record(
             SubmitFailed(name=name, error=str(error), answered=answered, reason=f"the submission failed: {error}")
         )
         return
-    run.record(Submitted(name=name, job_id=job_id, reason=f"job {job_id} is submitted for attempt {run.state.attempt}"))
+    left_out = f", without {', '.join(without)}" if without else ""
+    reason = f"job {job_id} is submitted for attempt {run.state.attempt}{left_out}"
+    run.record(Submitted(name=name, job_id=job_id, reason=reason))
+
+
+def _request(run: SupervisedRun, exclude: Collection[str]) -> JobRequest:
+    return worker_request(run.config, run.run_dir, run.state.job_name, run.state.attempt, exclude)
+
+
+def _exclude(run: SupervisedRun, decision: Exclude) -> None:
+    """Leave a node out of the jobs to come; where the request would not fit without it, say so and keep it."""
+    nodes = {*run.state.excluded(run.clock()), decision.node}
+    can_be_spared = fits(run.scheduler, _request(run, nodes))
+    kept = "" if can_be_spared else "; it is kept, for the request would not fit without it"
+    until = decision.until if can_be_spared else None
+    reason = f"{decision.reason}{kept}"
+    run.record(NodeExcluded(node=decision.node, until=until, evidence=decision.evidence, reason=reason))
 
 
 def _cancel(run: SupervisedRun, job_id: str, reason: str) -> None:

@@ -65,6 +65,8 @@ def _where(run: RunState, seen: Observation, rules: Rules) -> Where:
         return "requeued"
     if seen.job is not None and seen.job.state not in (JobState.RUNNING, JobState.SUSPENDED):
         return "new_job"
+    if seen.job is not None and run.excluded(seen.now).keys() & set(seen.job.nodes):
+        return "new_job"  # a node that was struck often is in this allocation
     return "same_allocation" if run.relaunches_in_job < rules.recovery.relaunches_in_allocation else "new_job"
 
 

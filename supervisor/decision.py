@@ -35,6 +35,16 @@ class StartNow:
 
 
 @dataclass(frozen=True)
+class Exclude:
+    """Leave a node out of the jobs to come, if the request still fits without it."""
+
+    node: str
+    until: float
+    evidence: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class AskToStop:
     """Ask the worker to save and leave."""
 
@@ -61,4 +71,4 @@ class GiveUp:
     error: str | None = None
 
 
-Decision = Wait | Begin | Submit | Cancel | StartNow | AskToStop | Finish | EndStopped | GiveUp
+Decision = Wait | Begin | Submit | Cancel | StartNow | Exclude | AskToStop | Finish | EndStopped | GiveUp

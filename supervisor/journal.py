@@ -170,6 +170,22 @@ class Preempted(EventBase):
     restart: int
 
 
+class NodeStruck(EventBase):
+    """Evidence against a node: it spoilt the attempt, or seems to have."""
+
+    event: Literal["NodeStruck"] = "NodeStruck"
+    node: str
+    evidence: str
+
+
+class NodeExcluded(EventBase):
+    event: Literal["NodeExcluded"] = "NodeExcluded"
+    node: str
+    until: float | None
+    """UTC seconds; None = it is not excluded after all, because the request would not fit without it."""
+    evidence: str
+
+
 class ProgressMade(EventBase):
     event: Literal["ProgressMade"] = "ProgressMade"
     healthy_step: int
@@ -229,6 +245,8 @@ Event = (
     | VerdictSeen
     | WorkerLeft
     | Preempted
+    | NodeStruck
+    | NodeExcluded
     | ProgressMade
     | LookFailed
     | LookRecovered

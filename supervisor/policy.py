@@ -4,6 +4,7 @@ from typing import Final
 
 from slurm.job import JobState
 from supervisor.attempts import Rules, begin, continue_run, job_is_over, last_step, plan_attempt, run_scale
+from supervisor.bad_nodes import node_to_exclude
 from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, Finish, GiveUp, Wait
 from supervisor.job_policy import after_out_of_memory, follow_job
 from supervisor.journal import AttemptDecided, WorkerLeft
@@ -25,6 +26,9 @@ def decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
         return _end_stopped(run, seen, rules, "a STOP file", "a STOP file asked the worker to stop")
     if _was_cancelled_by_a_person(run, seen):
         return EndStopped(_newest_step(seen), None, f"job {run.job_id} was cancelled, and not by this supervisor")
+    exclusion = node_to_exclude(run, seen.now, rules.recovery)
+    if exclusion is not None:
+        return exclusion
     if run.verdict is not None:
         return answer_verdict(run, seen, rules, run.verdict)
     if run.awaits_attempt:

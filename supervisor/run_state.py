@@ -16,6 +16,8 @@ from supervisor.journal import (
     JobSeen,
     LookFailed,
     LookRecovered,
+    NodeExcluded,
+    NodeStruck,
     Plan,
     Preempted,
     ProgressMade,
@@ -37,6 +39,18 @@ from worker.contract.exit_report import ErrorDetail, Outcome
 
 State = Literal["created", "queued", "starting", "training", "recovering", "stopping", "finished", "stopped", "gave_up"]
 OVER: frozenset[State] = frozenset({"finished", "stopped", "gave_up"})
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One attempt that a node spoilt; it counts towards its exclusion for a while."""
+
+    node: str
+    attempt: int
+    time: float
+    evidence: str
+    spent_job_id: str | None
+    """The job that came to nothing with it; None where the attempt had made steps."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,11 @@ class RunState:
     crash_signature: str | None = None
     """Signature of a crash before any step, of this attempt or of the one before."""
     previous_crash_signature: str | None = None
+    strikes: tuple[Strike, ...] = ()
+    """Evidence against nodes that are not excluded."""
+    exclusions: tuple[NodeExcluded, ...] = ()
+    """The newest of each node, also those that are over by now."""
+    exclusions_since_progress: int = 0
     ended_or_cancelled: frozenset[str] = frozenset()
     """Jobs that are over, or that we cancelled: never adopted again."""
     cancelled_by_us: frozenset[str] = frozenset()
@@ -103,6 +122,10 @@ class RunState:
     def is_over(self) -> bool:
         """Whether nothing more happens without a person's word."""
         return self.state in OVER
+
+    def excluded(self, now: float) -> dict[str, NodeExcluded]:
+        """The nodes that are left out at ``now``, the oldest exclusion first."""
+        return {each.node: each for each in self.exclusions if each.until is not None and each.until > now}
 
     @property
     def has_live_job(self) -> bool:
@@ -146,6 +169,12 @@ def _apply(run: RunState, event: Event) -> RunState:
             return _see_job(run, event)
         case Preempted():
             return replace(run, preempted=(event.job_id, event.restart))
+        case NodeStruck():
+            spent = None if run.has_stepped else run.job_id
+            strike = Strike(event.node, event.attempt, event.time, event.evidence, spent)
+            return replace(run, strikes=(*run.strikes, strike))
+        case NodeExcluded():
+            return _exclude(run, event)
         case StartMoved():
             return replace(run, start_moved=(event.job_id, run.job.restarts if run.job else 0))
         case SegmentStarted():
@@ -158,6 +187,7 @@ def _apply(run: RunState, event: Event) -> RunState:
             return replace(
                 run,
                 healthy_step=event.healthy_step,
+                exclusions_since_progress=0,
                 rollbacks_since_progress=0,
                 attempts_since_progress=0,
                 relaunches_in_job=0,
@@ -278,15 +308,35 @@ def _state_with_job(run: RunState, job: JobState) -> State:
 
 def _note_crash(run: RunState, event: WorkerLeft) -> RunState:
     """Keep the signature of a crash of the trainer's own before any step, and the one before it."""
-    if event.outcome is not Outcome.CRASHED or run.has_stepped or event.error is None:
+    error = event.error
+    if event.outcome is not Outcome.CRASHED or run.has_stepped or error is None:
         return run
-    return replace(run, previous_crash_signature=run.crash_signature, crash_signature=crash_signature(event.error))
+    if error.type == "Signal" or error.points_at_node:
+        return run  # somebody killed it, or its node failed: the same start may go well
+    return replace(run, previous_crash_signature=run.crash_signature, crash_signature=crash_signature(error))
 
 
 def crash_signature(error: ErrorDetail) -> str:
     """What makes two crashes the same one: the error's type and the last frame of its traceback."""
     frames = [line.strip() for line in error.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{error.type} {frames[-1] if frames else ''}".strip()
+
+
+def _exclude(run: RunState, event: NodeExcluded) -> RunState:
+    """Leave a node out, and give back what its strikes cost: the attempts and jobs that came to nothing there."""
+    strikes = tuple(strike for strike in run.strikes if strike.node != event.node)
+    if event.until is None:
+        return replace(run, strikes=strikes)
+    spent = {s.attempt: s.spent_job_id for s in run.strikes if s.node == event.node and s.spent_job_id is not None}
+    times = run.submitted_times
+    return replace(
+        run,
+        strikes=strikes,
+        exclusions=(*(each for each in run.exclusions if each.node != event.node), event),
+        exclusions_since_progress=run.exclusions_since_progress + 1,
+        attempts_since_progress=max(0, run.attempts_since_progress - len(spent)),
+        submitted_times=times[: max(0, len(times) - len(set(spent.values())))],
+    )
 
 
 def _reopen(run: RunState) -> RunState:
@@ -300,6 +350,7 @@ def _reopen(run: RunState) -> RunState:
         awaits_attempt=True,
         rollbacks_since_progress=0,
         attempts_since_progress=0,
+        exclusions_since_progress=0,
         relaunches_in_job=0,
         crash_signature=None,
         previous_crash_signature=None,

@@ -223,5 +223,9 @@ def _details(run_dir: RunDir, config: Config, state: RunState, events: list[Even
         "rollbacks_left": max(0, recovery.spike.max_rollbacks - state.rollbacks_since_progress),
         "attempts_left": max(0, recovery.max_attempts_without_progress - state.attempts_since_progress),
     }
+    excluded = [
+        {"node": each.node, "until": each.until, "evidence": each.evidence}
+        for each in state.excluded(time.time()).values()
+    ]
     last_events = [event.model_dump(mode="json") for event in events[-10:]]
-    return {"checkpoints": checkpoints, "excluded": [], "budgets": budgets, "events": last_events}
+    return {"checkpoints": checkpoints, "excluded": excluded, "budgets": budgets, "events": last_events}

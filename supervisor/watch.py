@@ -10,6 +10,7 @@ from slurm.job import JobStatus
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.actions import SupervisedRun, carry_out, finish_open_intent
 from supervisor.attempts import Rules
+from supervisor.bad_nodes import strikes
 from supervisor.decision import Decision, Wait
 from supervisor.journal import LookFailed, LookRecovered
 from supervisor.observation import Observation, Observer, look_up, news
@@ -136,6 +137,8 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     _note_silence(run, seen)
     for event in news(run.state, seen, run.config.checkpoint.healthy_after):
         run.record(event)
+    for strike in strikes(run.state, seen):
+        run.record(strike)
     _clear_request(watched, seen)
     return decide(run.state, seen, watched.rules), seen
 

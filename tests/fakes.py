@@ -21,6 +21,7 @@ class FakeScheduler:
         self.jobs: dict[str, JobStatus] = {}
         self.requests: dict[str, JobRequest] = {}
         self.calls: list[tuple[str, str]] = []
+        self.nodes = ("n1",)
         self.known_reservations: list[Reservation] = []
         self.cancellers: dict[str, str] = {}
         self._failures: dict[str, list[bool]] = {}
@@ -110,6 +111,8 @@ class FakeScheduler:
 
     def test_only(self, job: JobRequest) -> str:
         self._finish(self._begin("test_only", job.name))
+        if len(set(self.nodes) - set(job.exclude_nodes)) < job.resources.nodes:
+            raise SchedulerError("sbatch: error: Requested node configuration is not available", ["sbatch"])
         return f"{job.name} would start at once"
 
     def cancelled_by(self, job_id: str) -> str | None:

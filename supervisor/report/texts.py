@@ -38,6 +38,8 @@ _WORDS = {
     "VerdictSeen": "VERDICT",
     "WorkerLeft": "worker",
     "Preempted": "preempted",
+    "NodeStruck": "node",
+    "NodeExcluded": "node excluded",
     "LookFailed": "no answer",
     "LookRecovered": "answers again",
     "StopRequested": "stop asked",
@@ -183,6 +185,10 @@ def status_lines(row: dict[str, Any], now: float) -> list[str]:
     if row["reason"]:
         lines.append(f"  {row['reason']}")
     lines.extend(f"  checkpoint-{each['step']}: {each['health']}" for each in row.get("checkpoints", []))
+    lines.extend(
+        f"  {each['node']} is left out until {local_time(each['until'])}: {each['evidence']}"
+        for each in row.get("excluded", [])
+    )
     if "budgets" in row:
         left = row["budgets"]
         lines.append(

@@ -16,6 +16,7 @@ from slurm import parsing
 from slurm.job import JobRequest, JobState, JobStatus, Resources
 from slurm.local_cluster.cluster import Cluster
 from slurm.scheduler import SchedulerError, SlurmScheduler
+from supervisor.exclusion import fits, fitting
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_slurm")]
@@ -142,6 +143,13 @@ def test_a_bad_partition_is_refused_by_slurm_in_its_words(scheduler: SlurmSchedu
 def test_what_slurm_would_wait_for_for_ever_is_told_before(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     with pytest.raises(SchedulerError, match="not available"):
         scheduler.test_only(request(tmp_path, nodes=9))
+
+
+def test_slurm_itself_tells_how_many_nodes_can_be_spared(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+    nodes = ["n1", "n2", "n3"]
+    job, without = fitting(scheduler, lambda left_out: replace(request(tmp_path), exclude_nodes=tuple(left_out)), nodes)
+    assert (list(without), job.exclude_nodes) == (["n2", "n3"], ("n2", "n3"))
+    assert not fits(scheduler, replace(request(tmp_path, nodes=3), exclude_nodes=("n1",)))
 
 
 def test_a_held_job_is_held_until_released(submit: Submit, scheduler: SlurmScheduler, tmp_path: Path) -> None:

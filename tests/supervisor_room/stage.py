@@ -185,19 +185,26 @@ class Stage:
         folder.mkdir(parents=True)
         publish_message(folder / MANIFEST, manifest(step, self.directive.attempt))
 
-    def leave(self, outcome: Outcome, restart: int = 0, error: ErrorDetail | None = None, rank: int = 0) -> None:
+    def leave(
+        self,
+        outcome: Outcome,
+        restart: int = 0,
+        error: ErrorDetail | None = None,
+        rank: int = 0,
+        **fields: Any,
+    ) -> None:
         """The worker's agent writes its exit report."""
         report = ExitReport(
             attempt=self.directive.attempt,
             restart=restart,
             rank=rank,
             job_id=self.job_id,
-            host="n1",
             outcome=outcome,
             step=self.step,
             started=0.0,
             ended=self.now,
             error=error,
+            **{"host": "n1"} | fields,
         )
         path = self.run_dir.exit_report(self.directive.attempt, restart, rank)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -221,6 +221,10 @@ class RecoveryConfig(Section):
     """Jobs submitted within any hour; the next waits."""
     absent_grace_s: Annotated[float, Field(ge=0)] = 120.0
     """Seconds that a preempted or failed job may be out of Slurm's sight before it counts as over."""
+    node_strikes: Positive = 2
+    """Attempts that a node may spoil before it is excluded."""
+    node_ban_h: Annotated[float, Field(gt=0)] = 24.0
+    """Hours that a node stays excluded, and that a strike against it counts."""
 
 
 class ClusterConfig(Section):

@@ -1,5 +1,6 @@
 """How a start of the worker ended, rank by rank: exit codes, outcomes, errors and the pulse."""
 
+import re
 from enum import StrEnum
 from typing import Literal
 
@@ -54,6 +55,16 @@ def outcome_of(exit_code: int) -> Outcome:
     return _OUTCOME_OF_EXIT_CODE.get(exit_code, Outcome.CRASHED)
 
 
+_BROKEN = re.compile(
+    r"uncorrectable ECC|ECC error|unspecified launch failure|no CUDA-capable device|CUDA driver version is insufficient"
+    r"|driver/library version mismatch|fallen off the bus|CUDA unknown error|system not yet initialized"
+    r"|device\(s\) is/are busy or unavailable|Input/output error|Stale file handle|Read-only file system"
+    r"|survived SIGKILL",
+    re.IGNORECASE,
+)
+"""What devices, drivers and disks say, and no program of a person's own."""
+
+
 class ErrorDetail(Message):
     """What went wrong: ``what``, ``expected`` and ``found`` where a proof failed or a request was met."""
 
@@ -63,6 +74,11 @@ class ErrorDetail(Message):
     what: str | None = None
     expected: str | None = None
     found: str | None = None
+
+    @property
+    def points_at_node(self) -> bool:
+        """Whether it is the error of a device, a driver or a disk."""
+        return _BROKEN.search(f"{self.type}: {self.message}") is not None
 
 
 class ExitReport(Message):

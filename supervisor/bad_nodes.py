@@ -1,0 +1,73 @@
+"""Which nodes there is evidence against, and when one of them is left out.  Pure.
+
+A strike needs evidence that points at a node: the trainer there died of a signal, the device or a disk failed under
+it, or the job ended there without a word before it had begun.  A traceback of the person's own code is no such thing.
+"""
+
+import signal
+from collections.abc import Iterator
+from typing import Final
+
+from slurm.job import JobState, JobStatus
+from supervisor.decision import Exclude
+from supervisor.journal import NodeStruck
+from supervisor.observation import Observation
+from supervisor.run_state import RunState
+from worker.contract.config import RecoveryConfig
+from worker.contract.exit_report import ExitReport, Outcome
+
+MAX_EXCLUSIONS: Final = 3
+"""Nodes that are excluded without progress in between; then it is not the nodes."""
+_HOUR_S: Final = 3600.0
+_ENDED_BY_ITSELF = frozenset({JobState.FAILED, JobState.BOOT_FAIL, JobState.NODE_FAIL})
+
+
+def strikes(run: RunState, seen: Observation) -> Iterator[NodeStruck]:
+    """The evidence that is not in the journal yet, at most one strike a node and attempt."""
+    told = {strike.node for strike in run.strikes if strike.attempt == run.attempt}
+    told |= {each.node for each in run.exclusions if each.attempt == run.attempt}
+    for node, evidence in _evidence(run, seen):
+        if node not in told:
+            told.add(node)
+            yield NodeStruck(node=node, evidence=evidence, reason=f"{node}: {evidence}")
+
+
+def _evidence(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:
+    for report in seen.reports.values():
+        found = _of_report(report)
+        if found is not None and report.attempt == run.attempt:
+            yield report.host, found
+    if seen.job is not None and seen.job.job_id == run.job_id and not seen.reports:
+        yield from _of_job(run, seen.job)
+
+
+def _of_report(report: ExitReport) -> str | None:
+    """What a rank's exit says against its node."""
+    if report.outcome is not Outcome.CRASHED:
+        return None
+    if report.error is not None and report.error.points_at_node:
+        return f"rank {report.rank} failed there: {report.error.message.splitlines()[0]}"
+    if report.signal is not None:
+        return f"the trainer of rank {report.rank} was killed there by {signal.Signals(report.signal).name}"
+    return None
+
+
+def _of_job(run: RunState, job: JobStatus) -> Iterator[tuple[str, str]]:
+    """A job that is over without a report and before any step says something where it had one node only."""
+    nodes = job.nodes or (run.job.nodes if run.job is not None else ())
+    if job.state in _ENDED_BY_ITSELF and not run.has_stepped and len(nodes) == 1:
+        yield nodes[0], f"job {job.job_id} was {job.state.value} there before its first step, without a report"
+
+
+def node_to_exclude(run: RunState, now: float, recovery: RecoveryConfig) -> Exclude | None:
+    """The node that was struck often enough within ``recovery.node_ban_h``; None where there is none."""
+    ban_s = recovery.node_ban_h * _HOUR_S
+    counted: dict[str, list[str]] = {}
+    for strike in run.strikes:
+        if now - strike.time < ban_s:
+            counted.setdefault(strike.node, []).append(strike.evidence)
+    for node, evidence in counted.items():
+        if len(evidence) >= recovery.node_strikes and run.exclusions_since_progress < MAX_EXCLUSIONS:
+            reason = f"{len(evidence)} strikes against {node} (recovery.node_strikes)"
+            return Exclude(node, now + ban_s, "; ".join(evidence), reason)
+    return None
