@@ -7,6 +7,7 @@ from pathlib import Path
 
 from supervisor.config_findings import Place, Problem
 from worker.contract.config import Config
+from worker.contract.data_names import is_hub_name
 
 STDLIB = "stdlib"
 BYTES = "bytes"
@@ -39,12 +40,12 @@ def missing_paths(config: Config) -> Iterator[Problem]:
 
 
 def _missing_data(key: str, entries: str | tuple[str, ...] | None) -> Iterator[Problem]:
-    mend = f"name a file, a glob or a folder, seen from {Path.cwd()}, or stdlib"
+    mend = f"name a file, a glob or a folder, seen from {Path.cwd()}, a hub name, or stdlib"
     named = (entries,) if isinstance(entries, str) else entries
     if named is not None and not (named and all(named)):
         yield Problem(("data", key), "it is empty", mend)
     for entry in filter(None, named or ()):
-        if entry != STDLIB and not _matches(entry):
+        if entry != STDLIB and not _matches(entry) and not is_hub_name(entry):
             yield Problem(("data", key), f"no file matches {entry!r}", mend)
 
 
@@ -87,6 +88,8 @@ def _absolute_entry(entry: str) -> str:
     if entry == STDLIB:
         return entry
     path = _absolute(entry)
+    if not Path(path).exists() and is_hub_name(entry) and not _matches(entry):
+        return entry
     return path if Path(path).exists() else _absolute_pattern(entry)
 
 

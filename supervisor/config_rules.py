@@ -71,12 +71,27 @@ def _length(config: Config) -> Iterator[Problem]:
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
-    if config.training.eval_every is not None and not config.data.eval:
-        mend = "give data.eval, or set it to null"
+    data, every = config.data, config.training.eval_every
+    if every is not None and not data.eval and data.eval_share is None:
+        mend = "give data.eval or data.eval_share, or set it to null"
         yield Problem(("training", "eval_every"), "there is nothing to evaluate on", mend)
-    if config.data.eval and config.training.eval_every is None:
-        mend = "give training.eval_every, or set it to null"
-        yield Problem(("data", "eval"), "nothing says how often it is evaluated", mend)
+    for name in ("eval", "eval_share"):
+        if getattr(data, name) and every is None:
+            mend = "give training.eval_every, or set it to null"
+            yield Problem(("data", name), "nothing says how often it is evaluated", mend)
+    if data.eval and data.eval_share is not None:
+        yield Problem(("data", "eval_share"), "data.eval is given too", "keep one, and set the other to null")
+
+
+def _columns(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if (data.prompt is None) != (data.completion is None):
+        name = "prompt" if data.prompt is None else "completion"
+        yield Problem(
+            ("data", name), "a prompt and its completion go together", "name both columns, or set both to null"
+        )
+    if data.text is None and data.prompt is None and data.messages is None:
+        yield Problem(("data", "text"), "no column is looked for", "name the column that holds the text")
 
 
 def _extra(config: Config) -> Iterator[Problem]:
@@ -122,7 +137,7 @@ def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    *(_run, _model, _weights, _length, _evaluation),
+    *(_run, _model, _weights, _length, _evaluation, _columns),
     *(_extra, _recovery, _cluster),
 )
 

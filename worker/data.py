@@ -1,29 +1,31 @@
-"""What is trained on: documents become tokens, tokens become the samples of a map-style data set.
+"""What is trained on: tokens become the samples of a map-style data set.
 
 Map-style, so that a resume finds its place in milliseconds, and without any random draw, so that a sample depends on
 its index alone.  Tokens take one to four bytes each; those of a tokenizer are kept in the run's folder and mapped.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch.utils.data import Dataset
 
-from worker.contract.config import Config
-from worker.documents import DataError, read_documents
-from worker.token_cache import Tokens, cached, key_of
+from worker.contract.config import Config, DataConfig
+from worker.contract.data_report import DataReport, SetReport
+from worker.documents import DataError, SetKey, read_rows
+from worker.row_filter import RowFilter
+from worker.token_cache import Notes, Tokens, cached, key_of
+from worker.tokens import collect, encode_bytes, encoder
 
 IGNORED = -100
 """The label of a token that is not predicted."""
 
 Sample = dict[str, torch.Tensor]
-_DOCUMENTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class TrainingData:
     evaluation: Dataset[Sample] | None
     collator: Callable[[list[Sample]], Sample]
     digest: str
+    report: DataReport
+    lines: tuple[str, ...] = ()
+    """A line for a person for each row that is broken."""
 
 
 def build_data(config: Config, tokenizer: Any, base: Path, cache: Path | None = None) -> TrainingData:
@@ -41,60 +46,89 @@ def build_data(config: Config, tokenizer: Any, base: Path, cache: Path | None = 
 
     Tokens are made once where there is a folder ``cache`` to keep them in.
     """
-    train = build_samples("train", config, tokenizer, base, cache)
-    evaluation = build_samples("eval", config, tokenizer, base, cache) if config.data.eval else None
-    flat = config.data.pack and config.model.attention == "flash_attention_2"
+    made = {"train": _tokens("train", config, tokenizer, base, cache)}
+    if config.data.eval:
+        made["eval"] = _tokens("eval", config, tokenizer, base, cache)
+    tokens = {key: one for key, (one, _) in made.items()}
+    if config.data.eval_share:
+        tokens["train"], tokens["eval"] = _split(tokens["train"], config.data.eval_share, config.run.seed)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    collator: Callable[[list[Sample]], Sample] = Stack(flat) if config.data.pack else Pad(padding)
-    return TrainingData(train, evaluation, collator, train.digest())
+    samples = {key: samples_of(key, one, config.data, padding) for key, one in tokens.items()}
+    reports = {key: _report(tokens[key], samples[key], made.get(key, (None, Notes()))[1]) for key in samples}
+    flat = config.data.pack and config.model.attention == "flash_attention_2"
+    digest = samples["train"].digest()
+    return TrainingData(
+        train=samples["train"],
+        evaluation=samples.get("eval"),
+        collator=Stack(flat) if config.data.pack else Pad(padding),
+        digest=digest,
+        report=DataReport(data_digest=digest, train=reports["train"], eval=reports.get("eval")),
+        lines=tuple(line for _, notes in made.values() for line in notes.lines),
+    )
 
 
-def build_samples(
-    key: Literal["train", "eval"], config: Config, tokenizer: Any, base: Path, cache: Path | None = None
-) -> "Blocks | Rows":
-    """The samples of ``data.train`` or ``data.eval``, packed into blocks or one document a row."""
-    tokens = _tokens(key, config, tokenizer, base, cache)
-    length = config.data.max_tokens
-    samples = Blocks(tokens, length) if config.data.pack else Rows(tokens, length)
+def _report(tokens: Tokens, samples: "Blocks | Rows", notes: Notes) -> SetReport:
+    return SetReport(
+        documents=len(tokens.starts), tokens=len(tokens.ids), samples=len(samples), left_out=notes.left_out
+    )
+
+
+def samples_of(key: str, tokens: Tokens, data: DataConfig, padding: int) -> "Blocks | Rows":
+    """The samples of one set of documents: packed into blocks, or one document a row."""
     if len(tokens.ids) == 0:
         raise DataError(f"data.{key}: it holds no document of two tokens or more; give it text")
+    length = data.max_tokens
+    if not data.pack:
+        return Rows(tokens, length)
+    samples = Blocks(tokens if tokens.learned is None else kept_whole(tokens, length, padding), length)
     if len(samples) == 0:
         less = f"its {len(tokens.ids)} tokens do not fill one block of {length}"
         raise DataError(f"data.{key}: {less}; lower data.max_tokens or give more text")
     return samples
 
 
-def _tokens(key: Literal["train", "eval"], config: Config, tokenizer: Any, base: Path, cache: Path | None) -> Tokens:
+def _tokens(key: SetKey, config: Config, tokenizer: Any, base: Path, cache: Path | None) -> tuple[Tokens, Notes]:
     """The documents' tokens; from the cache where making them is more work than reading the text."""
-    if config.data.tokenizer == "bytes":
-        documents = read_documents(key, config.data, base)
-        return join((np.frombuffer(one, dtype=np.uint8) for one in documents), np.uint8)
+    data = config.data
+    is_bytes = data.tokenizer == "bytes"
+    kind: type[np.generic] = np.uint8 if is_bytes else np.uint16 if len(tokenizer) <= 2**16 else np.int32
 
-    def make() -> Tokens:
-        kind = np.uint16 if len(tokenizer) <= 2**16 else np.int32
-        return join(tokenize(read_documents(key, config.data, base), tokenizer), kind)
+    def make() -> tuple[Tokens, Notes]:
+        row_filter = RowFilter(key, data.max_bad_rows)
+        rows = row_filter.kept(read_rows(key, data, base))
+        encode = encode_bytes if is_bytes else encoder(tokenizer)
+        tokens = collect(rows, encode, kind, data.max_tokens, data.pack, row_filter)
+        return tokens, row_filter.notes()
 
-    if cache is None:
+    if cache is None or is_bytes:
         return make()
-    return cached(cache, key_of(read_documents(key, config.data, base), tokenizer), make)
+    settings = f"{data.max_tokens} {data.pack} {data.max_bad_rows}"
+    return cached(cache, key_of(read_rows(key, data, base), tokenizer, settings), make)
 
 
-def tokenize(documents: Iterable[bytes], tokenizer: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Token ids, a document each: with the special tokens that the tokenizer adds, and its end-of-text at the end."""
-    documents = iter(documents)
-    end = tokenizer.eos_token_id
-    while batch := [one.decode("utf-8") for one in islice(documents, _DOCUMENTS_AT_ONCE)]:
-        for ids in tokenizer(batch, verbose=False, return_attention_mask=False)["input_ids"]:
-            needs_end = end is not None and ids and ids[-1] != end
-            yield np.asarray([*ids, end] if needs_end else ids, dtype=np.int64)
+def _split(tokens: Tokens, share: float, seed: int) -> tuple[Tokens, Tokens]:
+    """The tokens without, and those of, a share of the documents that the seed draws; one of each kind at least."""
+    count = len(tokens.starts)
+    if count < 2:
+        raise DataError("data.eval_share: there are not two documents to split; give data.eval, or more documents")
+    held = min(max(1, round(share * count)), count - 1)
+    is_held = np.zeros(count, dtype=np.bool_)
+    is_held[random.Random(f"{seed} eval").sample(range(count), held)] = True
+    return tokens.where(~is_held), tokens.where(is_held)
 
 
-def join(documents: Iterable[np.ndarray[Any, Any]], kind: type[np.generic]) -> Tokens:
-    """Documents end to end, without those of less than two tokens: they hold no next token to learn."""
-    kept = [one.astype(kind, copy=False) for one in documents if len(one) > 1]
-    ids = np.concatenate(kept) if kept else np.empty(0, dtype=kind)
-    lengths = np.asarray([0, *(len(one) for one in kept)], dtype=np.int64)
-    return Tokens(ids, np.cumsum(lengths)[:-1])
+def kept_whole(tokens: Tokens, length: int, padding: int) -> Tokens:
+    """The same documents, filled up so that none that fits into a block of ``length`` is cut by its end.
+
+    What fills up is documents of their own, of which nothing is learned.
+    """
+    gaps, room = [], length
+    lengths = np.diff(tokens.starts, append=len(tokens.ids))
+    for size in lengths.tolist():
+        gaps.append(room if size > room and size <= length and room < length else 0)
+        room = (room - gaps[-1]) % length or length
+        room = (room - size) % length or length
+    return tokens.filled_up([*gaps, room % length], padding)
 
 
 class Blocks(Dataset[Sample]):
@@ -119,7 +153,7 @@ class Blocks(Dataset[Sample]):
         own_start = np.zeros(self.length, dtype=np.int64)
         own_start[starts] = starts
         positions = np.arange(self.length) - np.maximum.accumulate(own_start)
-        labels = ids.clone()
+        labels = _labels(ids, self._tokens.learned, begin)
         labels[starts] = IGNORED
         labels[0] = IGNORED
         return {"input_ids": ids, "position_ids": torch.from_numpy(positions), "labels": labels}
@@ -146,7 +180,7 @@ class Rows(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         begin, end = self._bounds(_checked(index, len(self)))
         ids = torch.from_numpy(self._tokens.ids[begin : min(end, begin + self.length)].astype(np.int64))
-        return {"input_ids": ids, "labels": ids.clone()}
+        return {"input_ids": ids, "labels": _labels(ids, self._tokens.learned, begin)}
 
     def _bounds(self, index: int) -> tuple[int, int]:
         starts = self._tokens.starts
@@ -164,10 +198,19 @@ def _checked(index: int, length: int) -> int:
     return index
 
 
+def _labels(ids: torch.Tensor, learned: np.ndarray[Any, np.dtype[np.bool_]] | None, begin: int) -> torch.Tensor:
+    """What is to be predicted at the tokens ``ids``, which begin at ``begin``."""
+    if learned is None:
+        return ids.clone()
+    return torch.where(torch.from_numpy(learned[begin : begin + len(ids)].copy()), ids, IGNORED)
+
+
 def _digest(tokens: Tokens, settings: str) -> str:
     hasher = xxhash.xxh3_128(f"{settings} {tokens.ids.dtype.str} {len(tokens.ids)}\n".encode())
     hasher.update(np.ascontiguousarray(tokens.ids).data)
     hasher.update(tokens.starts.data)
+    if tokens.learned is not None:
+        hasher.update(np.ascontiguousarray(tokens.learned).data)
     return str(hasher.hexdigest())
 
 

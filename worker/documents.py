@@ -1,53 +1,99 @@
-"""Reads documents from files: the files that a setting names, and the text in each of them."""
+"""Reads documents: the files that a setting names, and in each of their rows a text, a pair or a conversation."""
 
-import csv
 import glob
-import json
-import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from worker.contract.config import DataConfig
+from worker.contract.data_names import is_hub_name
+from worker.rows import FORMAT_OF_ENDING, ROWS_OF_FORMAT, WORD_OF_FORMAT, BadFileError, BadRow, rows_of_hub
 
-_FORMAT_OF_ENDING = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+SetKey = Literal["train", "eval"]
+ASSISTANT = "assistant"
+"""The role whose messages are learned."""
 
 
 class DataError(Exception):
     """Data that cannot be trained on; one line that names the key, the file and what to do."""
 
 
-class _BadFileError(Exception):
-    """What is wrong inside a file, and the mend."""
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and its completion; only the completion is learned."""
+
+    prompt: str
+    completion: str
 
 
-def read_documents(key: Literal["train", "eval"], data: DataConfig, base: Path) -> Iterator[bytes]:
-    """Every document that ``data.<key>`` names, UTF-8 encoded, in the order of the sorted files.
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation as a chat template takes it; only the assistant's answers are learned."""
+
+    messages: tuple[dict[str, Any], ...]
+
+
+Content = bytes | Pair | Chat
+"""A text is UTF-8 encoded, so that the bytes of a file stay what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file, or a whole text file, with what it holds or why it cannot be used."""
+
+    path: str
+    number: int
+    word: str
+    """What the number counts; empty where the row is the file."""
+    content: Content | BadRow
+
+    def told(self, why: str) -> str:
+        """Where it is and what is wrong there, for a person; ``why`` may go on with a colon."""
+        if not self.word:
+            return f"{self.path}: {why}"
+        return f"{self.path}: {self.word} {self.number}{'' if why.startswith(':') else ' '}{why}"
+
+
+def read_rows(key: SetKey, data: DataConfig, base: Path) -> Iterator[Row]:
+    """Every row that ``data.<key>`` names, in the order of the sorted files; DataError where a file cannot be read.
 
     Text files are taken byte for byte where the tokenizer is ``bytes``, and must be UTF-8 for any other.
     """
     wanted = data.train if key == "train" else data.eval
     for path in find_files(key, (wanted,) if isinstance(wanted, str) else wanted or (), base):
-        kind = data.format if data.format != "auto" else _FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
         try:
-            if kind == "text":
-                yield _read_text(path, any_bytes=data.tokenizer == "bytes")
-            else:
-                for place, row in _ROWS_OF_FORMAT[kind](path):
-                    yield _text_of(row, data.text, place)
+            yield from _rows_of(path, data)
         except OSError as error:
             raise DataError(f"data.{key}: {path} cannot be read ({error.strerror or error})") from None
-        except _BadFileError as error:
-            raise DataError(f"data.{key}: {path}: {error}") from None
+        except BadFileError as error:
+            colon = "" if isinstance(path, str) else ":"
+            raise DataError(f"data.{key}: {path}{colon} {error}") from None
 
 
-def find_files(key: str, wanted: Sequence[str], base: Path) -> list[Path]:
-    """The files behind each entry: a file, a glob, everything in a folder, or ``stdlib``; sorted within an entry."""
+def _rows_of(path: Path | str, data: DataConfig) -> Iterator[Row]:
+    if isinstance(path, str):
+        kind, rows = "hub", rows_of_hub(path)
+    else:
+        kind = data.format if data.format != "auto" else FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
+        if kind == "text":
+            yield Row(str(path), 1, "", _text_of_file(path, any_bytes=data.tokenizer == "bytes"))
+            return
+        rows = ROWS_OF_FORMAT[kind](path)
+    for number, fields in rows:
+        yield Row(str(path), number, WORD_OF_FORMAT[kind], content_of(fields, data))
+
+
+def find_files(key: str, wanted: Sequence[str], base: Path) -> list[Path | str]:
+    """The files behind each entry: a file, a glob, everything in a folder, or ``stdlib``; sorted within an entry.
+
+    A name of the hub stays as it is.
+    """
     return [path for entry in wanted for path in _files_of(key, entry, base)]
 
 
-def _files_of(key: str, entry: str, base: Path) -> list[Path]:
+def _files_of(key: str, entry: str, base: Path) -> Sequence[Path | str]:
     if entry == "stdlib":
         return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     path = base / Path(entry).expanduser()
@@ -58,9 +104,11 @@ def _files_of(key: str, entry: str, base: Path) -> list[Path]:
     else:
         found = [Path(name) for name in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (absolute patterns too)
     files = sorted(one for one in found if one.is_file())
+    if not files and is_hub_name(entry) and not path.is_dir():
+        return [entry]
     if not files:
         what = "holds no file" if path.is_dir() else "is not there"
-        raise DataError(f"data.{key}: {path} {what}; name a file, a folder, a glob or stdlib")
+        raise DataError(f"data.{key}: {path} {what}; name a file, a folder, a glob, a hub name or stdlib")
     return files
 
 
@@ -68,98 +116,69 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read_text(path: Path, *, any_bytes: bool) -> bytes:
+def _text_of_file(path: Path, *, any_bytes: bool) -> bytes | BadRow:
     data = path.read_bytes()
     if not any_bytes:
         try:
             data.decode("utf-8")
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
-            raise _BadFileError(f"line {line} is not UTF-8; convert the file, or set data.tokenizer: bytes") from None
+            return BadRow(f"line {line} is not UTF-8; convert the file, or set data.tokenizer: bytes")
     return data
 
 
-def _text_of(row: Any, column: str, place: str) -> bytes:
-    """The text in a row, which may be empty."""
-    if not isinstance(row, dict):
-        raise _BadFileError(f"{place} is no object with named fields; write {{{column!r}: text}}")
-    text = row.get(column)
-    if text is None and column in row:
-        raise _BadFileError(f"{place}: {column!r} is null; give it text or remove it")
-    if text is None:
-        there = ", ".join(repr(name) for name in row if name is not None)
-        raise _BadFileError(f"{place} has no {column!r} (it has {there or 'nothing'}); mend it, or set data.text")
+def content_of(fields: Any, data: DataConfig) -> Content | BadRow:
+    """What a row holds: messages before a prompt with its completion before a text; a null field is none."""
+    if isinstance(fields, BadRow):
+        return fields
+    if not isinstance(fields, dict):
+        return BadRow(f"is no object with named fields; write {{{data.text or data.messages!r}: ...}}")
+    if fields.get(data.messages) is not None:
+        return _chat(fields[data.messages], str(data.messages))
+    if fields.get(data.prompt) is not None and fields.get(data.completion) is not None:
+        return _pair(fields, str(data.prompt), str(data.completion))
+    if fields.get(data.text) is not None:
+        text = _bad_text(fields[data.text], str(data.text))
+        return text or str(fields[data.text]).encode("utf-8")
+    return _nothing_in(fields, data)
+
+
+def _nothing_in(fields: dict[Any, Any], data: DataConfig) -> BadRow:
+    known = (data.text, data.prompt, data.completion, data.messages)
+    empty = next((name for name in known if name is not None and name in fields), None)
+    if empty is not None and fields[empty] is None:
+        return BadRow(f": {empty!r} is null; give it text or remove it")
+    there = ", ".join(repr(name) for name in fields if name is not None)
+    pair = f"{data.prompt!r} with {data.completion!r}" if data.prompt and data.completion else None
+    wanted = " or ".join(filter(None, (data.text and repr(data.text), pair, data.messages and repr(data.messages))))
+    return BadRow(f"has no {wanted} (it has {there or 'nothing'}); mend it, or name the column in data.text")
+
+
+def _pair(fields: dict[Any, Any], prompt: str, completion: str) -> Pair | BadRow:
+    bad = _bad_text(fields[prompt], prompt) or _bad_text(fields[completion], completion)
+    return bad or Pair(fields[prompt], fields[completion])
+
+
+def _chat(messages: Any, column: str) -> Chat | BadRow:
+    if not isinstance(messages, list) or not messages:
+        return BadRow(
+            f": {column!r} is no list of messages but {messages!r:.40}; write [{{'role': .., 'content': ..}}]"
+        )
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return BadRow(f": message {number} of {column!r} has no role; write {{'role': .., 'content': ..}}")
+        if message.get("content") is not None:
+            bad = _bad_text(message["content"], f"content of message {number}")
+            if bad is not None:
+                return bad
+    return Chat(tuple(messages))
+
+
+def _bad_text(text: Any, name: str) -> BadRow | None:
     if not isinstance(text, str):
-        raise _BadFileError(f"{place}: {column!r} is not text but {text!r:.40}; put it in quotes, or set data.text")
+        return BadRow(f": {name!r} is not text but {text!r:.40}; put it in quotes, or name another column")
     try:
-        return text.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _BadFileError(f"{place}: {column!r} holds half of a character (a lone surrogate); mend it") from None
-
-
-def _rows_of_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"line {number}", _parse_json(line, f"line {number}")
-
-
-def _rows_of_json(path: Path) -> Iterator[tuple[str, Any]]:
-    rows = _parse_json(path.read_bytes(), "the file")
-    if not isinstance(rows, list):
-        raise _BadFileError("is no array of objects; name it *.jsonl if it holds one object a line")
-    for number, row in enumerate(rows, start=1):
-        yield f"entry {number}", row
-
-
-def _parse_json(data: bytes, what: str) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        where = f", line {error.lineno}" if error.lineno > 1 else ""
-        raise _BadFileError(f"{what} is not JSON ({error.msg}{where}); mend or remove it") from None
-    except UnicodeDecodeError:
-        raise _BadFileError(f"{what} is not UTF-8; convert it") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-        raise _BadFileError(
-            f"{what} is JSON that nothing can read ({type(error).__name__}); mend or remove it"
-        ) from None
-
-
-def _rows_of_csv(path: Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(sys.maxsize)  # a document may be longer than the 128 KiB that csv allows
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
-        try:
-            for row in rows:
-                place = f"line {rows.line_num}"
-                if None in row:
-                    raise _BadFileError(f"{place} has more fields than the header; quote the text that holds commas")
-                yield place, row
-        except csv.Error as error:
-            raise _BadFileError(f"line {rows.line_num} is not CSV ({error}); mend or remove it") from None
-        except UnicodeDecodeError:
-            raise _BadFileError("is not UTF-8; convert it") from None
-
-
-def _rows_of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow  # here, because all other formats do without it
-    import pyarrow.parquet
-
-    try:
-        number = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", row
-    except pyarrow.ArrowException as error:
-        raise _BadFileError(f"is not Parquet ({' '.join(str(error).split())}); write it again") from None
-
-
-_ROWS_OF_FORMAT: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-    "jsonl": _rows_of_jsonl,
-    "json": _rows_of_json,
-    "csv": _rows_of_csv,
-    "parquet": _rows_of_parquet,
-}
+        return BadRow(f": {name!r} holds half of a character (a lone surrogate); mend it")
+    return None

@@ -28,6 +28,7 @@ from worker.contract.directive import Directive, read_directive
 from worker.contract.exit_report import EXIT_CODE_OF_OUTCOME, Outcome, TrainerError
 from worker.contract.files import UnusableFileError, publish_message
 from worker.contract.run_dir import RunDir
+from worker.data import TrainingData
 from worker.documents import DataError
 from worker.ema import EmaError
 from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of
@@ -115,6 +116,8 @@ def train(run: RunDir, start: Start, progress: Progress) -> None:
     directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
     trainer, data = build_trainer(run, config, Path.cwd())
+    if start.rank == 0:
+        _tell_of_data(run, data)
     context = Context(run, start, directive, config, data.digest, chosen)
     progress.attached = attached = attach(trainer, context)
     trainer.add_callback(LogLines())
@@ -134,6 +137,13 @@ def _where_to_begin(run: RunDir, start: Start) -> tuple[Directive, Chosen | None
         raise FencedError(f"attempt {directive.attempt} is under way, and this is {start.attempt}")
     check_claim(run.claim(start.attempt), start.job_id, start.restart)
     return directive, choose(run, start.attempt, directive.resume_from, sizes_only=start.same_allocation)
+
+
+def _tell_of_data(run: RunDir, data: TrainingData) -> None:
+    """What is trained on, and what is not, in data.json and in the log."""
+    publish_message(run.data_report, data.report)
+    for line in (*data.lines, *data.report.said()):
+        _log.info("%s", line)
 
 
 def _set_threads(environment: Mapping[str, str]) -> None:

@@ -76,9 +76,28 @@ def test_a_glob_below_a_folder_whose_name_looks_like_one(folder: Path, monkeypat
     assert files_of(train("data.train='x[1].txt'")) == [odd / "x[1].txt"]
 
 
+@pytest.mark.parametrize("named", ["owner/name", "owner/name:test", "owner/name:subset:test"])
+def test_a_name_of_the_hub_stays_as_it_is(folder: Path, named: str) -> None:
+    assert train(f"data.train='{named}'") == named
+
+
 @pytest.mark.parametrize(
     "named",
-    ["none.txt", "'*.none'", "empty", "hidden", "''", "[]", "['']", "[words.txt, none.txt]", "~nobody-of-this-name/x"],
+    [
+        "none.txt",
+        "owner/none.jsonl",
+        "owner/name/more",
+        "owner/na*e",
+        "owner/name:a:b:c",
+        "'*.none'",
+        "empty",
+        "hidden",
+        "''",
+        "[]",
+        "['']",
+        "[words.txt, none.txt]",
+        "~nobody-of-this-name/x",
+    ],
 )
 def test_data_that_is_not_there(folder: Path, findings: Findings, named: str) -> None:
     (folder / "empty" / "deeper").mkdir(parents=True)

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from worker.contract.config import Config
+from worker.models import byte_tokenizer
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -26,3 +29,18 @@ def configured(
             "training": {"optimizer": {"learning_rate": 1e-3}, **(training or {})},
         }
     )
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chat_tokenizer(template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """The byte values and four marks, with a chat template that writes them."""
+    tokenizer = byte_tokenizer()
+    marks = ["</s>", "<user>", "<assistant>", "<system>"]
+    tokenizer.add_special_tokens({"eos_token": "</s>", "extra_special_tokens": marks[1:]})
+    tokenizer.chat_template = template
+    return tokenizer

@@ -3,6 +3,7 @@
 import csv
 import json
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.recipe_room.recipes import LLAMA, configured
-from worker.data import IGNORED, Blocks, Pad, Rows, Stack, TrainingData, build_data, join
-from worker.documents import DataError, read_documents
+from worker.data import IGNORED, Blocks, Pad, Rows, Stack, TrainingData, build_data
+from worker.documents import DataError, Row, read_rows
 from worker.models import build_model, byte_tokenizer
+from worker.row_filter import RowFilter
+from worker.token_cache import Tokens
+from worker.tokens import collect, encode_bytes
 
 BYTES = byte_tokenizer()
 
 
-def documents(base: Path, key: Any = "train", **data: Any) -> list[bytes]:
-    return list(read_documents(key, configured(data=data).data, base))
+def documents(base: Path, key: Any = "train", **data: Any) -> list[Any]:
+    return [row.content for row in read_rows(key, configured(data=data).data, base)]
+
+
+def tokens_of(texts: Iterable[bytes]) -> Tokens:
+    rows = ((Row("a.txt", number, "line", text), text) for number, text in enumerate(texts, start=1))
+    return collect(rows, encode_bytes, np.uint8, 99, True, RowFilter("train", 0))
 
 
 def built(base: Path, speaking: Any = BYTES, **data: Any) -> TrainingData:
     return build_data(configured(data=data), speaking, base)
-
-
-def ids_of(text: bytes) -> Any:
-    return np.frombuffer(text, dtype=np.uint8)
 
 
 def error_of(base: Path, **data: Any) -> str:
@@ -123,7 +128,12 @@ class TestFormats:
         ("name", "content", "expected"),
         [
             ("a.jsonl", b'{"text": "a"}\n' * 8299 + b'{"text": "bro', "line 8300 is not JSON"),
-            ("a.jsonl", b'{"text": "a"}\n{"words": "b"}\n', "line 2 has no 'text' (it has 'words'); mend it"),
+            ("a.jsonl", b'{"text": "a"}\n{"words": "b"}\n', "line 2 has no 'text' or 'prompt' with 'completion'"),
+            (
+                "a.jsonl",
+                b'{"text": "a"}\n{"words": "b"}\n',
+                "(it has 'words'); mend it, or name the column in data.text",
+            ),
             ("a.jsonl", b'{"text": null}\n', "line 1: 'text' is null"),
             ("a.jsonl", b'{"text": 5}\n', "line 1: 'text' is not text but 5"),
             ("a.jsonl", b'["text"]\n', "line 1 is no object"),
@@ -172,7 +182,7 @@ class TestFormats:
 
 class TestBlocks:
     def test_documents_fill_blocks_and_positions_restart(self) -> None:
-        blocks = Blocks(join(map(ids_of, [b"abc", b"", b"defghi", b"j", b"klmn"]), np.uint8), 5)
+        blocks = Blocks(tokens_of([b"abc", b"", b"defghi", b"j", b"klmn"]), 5)
         assert samples(blocks) == [
             {"input_ids": list(b"abcde"), "position_ids": [0, 1, 2, 0, 1], "labels": [-100, 98, 99, -100, 101]},
             {"input_ids": list(b"fghik"), "position_ids": [0, 1, 2, 3, 0], "labels": [-100, 103, 104, 105, -100]},
@@ -180,7 +190,7 @@ class TestBlocks:
 
     @given(st.lists(st.binary(max_size=12), max_size=30), st.integers(1, 9))
     def test_nothing_is_lost_but_the_last_part(self, texts: list[bytes], length: int) -> None:
-        blocks = Blocks(join(map(ids_of, texts), np.uint8), length)
+        blocks = Blocks(tokens_of(texts), length)
         text = b"".join(one for one in texts if len(one) > 1)
         whole = [token for sample in samples(blocks) for token in sample["input_ids"]]
         assert whole == list(text[: len(text) // length * length])
@@ -189,7 +199,7 @@ class TestBlocks:
             assert all(label == (IGNORED if position == 0 else token) for token, position, label in rows)
 
     def test_an_index_outside_is_an_error(self) -> None:
-        blocks = Blocks(join(map(ids_of, [b"abcdef"]), np.uint8), 3)
+        blocks = Blocks(tokens_of([b"abcdef"]), 3)
         for index in (-1, 2):
             with pytest.raises(IndexError):
                 blocks[index]
@@ -197,7 +207,7 @@ class TestBlocks:
     def test_documents_do_not_see_each_other(self) -> None:
         model = build_model(configured()).eval()
         texts = [b"the first document", b"and another one", b"zz"]
-        packed = Stack()([Blocks(join(map(ids_of, texts), np.uint8), sum(map(len, texts)))[0]])
+        packed = Stack()([Blocks(tokens_of(texts), sum(map(len, texts)))[0]])
         with torch.no_grad():
             found = model(**packed).logits[0]
             alone = [model(input_ids=torch.tensor([list(text)])).logits[0] for text in texts]
@@ -208,15 +218,15 @@ class TestBlocks:
     def test_the_loss_of_a_block_is_that_of_its_documents(self) -> None:
         model = build_model(configured()).eval()
         texts = [b"the first document", b"and another one", b"zz"]
-        packed = Stack()([Blocks(join(map(ids_of, texts), np.uint8), sum(map(len, texts)))[0]])
-        padded = Pad(0)([Rows(join(map(ids_of, texts), np.uint8), 99)[n] for n in range(3)])
+        packed = Stack()([Blocks(tokens_of(texts), sum(map(len, texts)))[0]])
+        padded = Pad(0)([Rows(tokens_of(texts), 99)[n] for n in range(3)])
         with torch.no_grad():
             assert model(**packed).loss.item() == pytest.approx(model(**padded).loss.item(), abs=1e-5)
 
     def test_flat_batches_hold_the_same(self) -> None:
         """flash_attention_2 keeps documents apart only in one row: the samples end to end must mean the same."""
         model = build_model(configured()).eval()
-        blocks = Blocks(join(map(ids_of, [b"hello you", b"there, how are", b"things"]), np.uint8), 12)
+        blocks = Blocks(tokens_of([b"hello you", b"there, how are", b"things"]), 12)
         pair = [blocks[0], blocks[1]]
         stacked, flat = Stack()(pair), Stack(flat=True)(pair)
         assert flat["input_ids"].shape == (1, 24)
@@ -242,7 +252,7 @@ class TestRows:
 
     def test_what_is_padded_changes_nothing(self, tmp_path: Path) -> None:
         model = build_model(configured()).eval()
-        rows = Rows(join(map(ids_of, [b"abc", b"a longer document"]), np.uint8), 99)
+        rows = Rows(tokens_of([b"abc", b"a longer document"]), 99)
         with torch.no_grad():
             both = model(**Pad(7)([rows[0], rows[1]])).logits
             alone = model(**Pad(7)([rows[0]])).logits

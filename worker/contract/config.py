@@ -54,14 +54,25 @@ class DataConfig(Section):
     """What it is trained on."""
 
     train: str | Annotated[tuple[str, ...], Field(strict=False)]
-    """File, glob or folder, or a list of them, relative to where the command is given; ``stdlib`` = the sources of
-    Python's own standard library, text that every machine has."""
+    """File, glob, folder or hub name (``owner/name``, with ``:split`` or ``:subset:split``), or a list of them,
+    relative to where the command is given; ``stdlib`` = the sources of Python's own standard library, text that every
+    machine has."""
     eval: str | Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """The same for evaluation."""
+    eval_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the documents of ``train`` that is held back for evaluation; drawn by the seed."""
     format: Literal["auto", "text", "jsonl", "json", "csv", "parquet"] = "auto"
     """How files are read; auto = by their endings, text for all others."""
-    text: str = "text"
-    """Column that holds the text, in formats that have columns."""
+    text: str | None = "text"
+    """Column that holds the text, in formats that have columns; null = no such column is looked for."""
+    prompt: str | None = "prompt"
+    """Column that holds a prompt; only the ``completion`` of its row is learned."""
+    completion: str | None = "completion"
+    """Column that holds what follows the prompt."""
+    messages: str | None = "messages"
+    """Column that holds a conversation, written by the tokenizer's chat template; only the answers are learned."""
+    max_bad_rows: NotNegative = 0
+    """Rows that cannot be used (broken JSON, a missing column, ...) before the run is refused; they are named."""
     tokenizer: str | None = None
     """``bytes`` for the 256 byte values, a folder or hub name; null = the model's own."""
     max_tokens: Positive = 2048

@@ -92,6 +92,10 @@ class RunDir:
         return self.path / ".staging"
 
     @property
+    def data_report(self) -> Path:
+        return self.path / "data.json"
+
+    @property
     def tokens(self) -> Path:
         return self.path / "tokens"
 
