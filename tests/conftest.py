@@ -13,15 +13,29 @@ from slurm.local_cluster.configuration import missing_packages
 
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[Cluster]:
-    """A real Slurm of three nodes, one for the whole session. A test that breaks it mends it."""
-    missing = missing_packages()
-    if missing:
-        message = f"needs the Debian packages {' '.join(missing)}"
-        if os.environ.get("HIGGSFIELD_REQUIRE_SLURM") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    with running(nodes=3) as cluster:
+    """A real Slurm of three nodes, one for the whole session. A test that breaks it mends it.
+
+    With accounting where its packages are; a test that cannot do without asks for `accounting`.
+    """
+    _need(missing_packages())
+    with running(nodes=3, accounting=not missing_packages(accounting=True)) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def accounting(slurm_cluster: Cluster) -> Cluster:
+    """The cluster, which has slurmdbd; skips where its packages are missing."""
+    _need(missing_packages(accounting=True))
+    return slurm_cluster
+
+
+def _need(missing: list[str]) -> None:
+    if not missing:
+        return
+    message = f"needs the Debian packages {' '.join(missing)}"
+    if os.environ.get("HIGGSFIELD_REQUIRE_SLURM") == "1":
+        pytest.fail(message)
+    pytest.skip(message)
 
 
 @pytest.fixture

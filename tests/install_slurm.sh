@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the Debian packages that the tests on a real Slurm need, where this is possible without asking anybody.
 set -eu
-packages="slurmctld slurmd slurm-client munge"
+packages="slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core"
 missing=""
 for package in $packages; do
     dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null | grep -q "ok installed" || missing="$missing $package"

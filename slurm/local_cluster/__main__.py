@@ -1,4 +1,7 @@
-"""`python -m slurm.local_cluster up [--nodes 3] [--folder DIR] | down [--folder DIR] | run [--nodes 3] -- COMMAND`."""
+"""`python -m slurm.local_cluster up|down|run`: a real Slurm in a folder.
+
+`up [--nodes 3] [--accounting] [--folder DIR]`, `down [--folder DIR]`, `run [--nodes 3] [--accounting] -- COMMAND`.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         options.set_defaults(verb=verb)
         if name != "down":
             options.add_argument("--nodes", type=int, default=3)
+            accounting = "with slurmdbd and its database: sacct, limits, QOS"
+            options.add_argument("--accounting", action="store_true", help=accounting)
         if name != "run":
             options.add_argument("--folder", type=Path, default=default)
     options.add_argument("command", nargs="+", metavar="COMMAND")
@@ -50,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(arguments: argparse.Namespace) -> int:
     """Start a cluster that stays until `down`."""
-    print(f"export SLURM_CONF={cluster.up(arguments.folder.absolute(), arguments.nodes)}")
+    print(f"export SLURM_CONF={cluster.up(arguments.folder.absolute(), arguments.nodes, arguments.accounting)}")
     return 0
 
 
@@ -64,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
     """Run COMMAND with a cluster that lives as long as it does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    with cluster.running(arguments.nodes) as started:
+    with cluster.running(arguments.nodes, arguments.accounting) as started:
         command = subprocess.Popen(arguments.command, env=started.environment, preexec_fn=die_with_parent)
         try:
             code = command.wait()

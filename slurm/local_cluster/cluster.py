@@ -38,6 +38,8 @@ class Cluster:
     folder: Path
     nodes: tuple[str, ...]
     keeper: subprocess.Popen[bytes]
+    has_accounting: bool = False
+    """slurmdbd keeps its jobs, and limits of accounts and QOS hold; the owner may change them with sacctmgr."""
 
     @property
     def conf(self) -> Path:
@@ -73,8 +75,16 @@ class Cluster:
         """Start slurmctld again; it knows its jobs."""
         self._tell("start slurmctld")
 
+    def kill_accounting(self) -> None:
+        """SIGKILL slurmdbd; jobs go on without it."""
+        self._tell(f"signal slurmdbd {signal.SIGKILL.value}")
+
+    def start_accounting(self) -> None:
+        """Start slurmdbd again; the controller tells it what it has missed."""
+        self._tell("start slurmdbd")
+
     def stop(self, daemon: str) -> None:
-        """Freeze `slurmctld` or a node's daemon."""
+        """Freeze `slurmctld`, `slurmdbd` or a node's daemon."""
         self._tell(f"signal {daemon} {signal.SIGSTOP.value}")
 
     def cont(self, daemon: str) -> None:
@@ -111,11 +121,11 @@ class Cluster:
 
 
 @contextmanager
-def running(nodes: int = 3) -> Iterator[Cluster]:
+def running(nodes: int = 3, accounting: bool = False) -> Iterator[Cluster]:
     """A cluster for as long as the block lasts, and never longer than this process; its folder goes with it."""
     folder = Path(tempfile.mkdtemp(prefix="higgsfield-slurm-"))
     try:
-        cluster = _boot(folder, nodes, detached=False)
+        cluster = _boot(folder, nodes, accounting, detached=False)
     except ClusterError:
         folder.rmdir()
         raise
@@ -126,11 +136,11 @@ def running(nodes: int = 3) -> Iterator[Cluster]:
         _end(cluster.keeper)
 
 
-def up(folder: Path, nodes: int = 3) -> Path:
+def up(folder: Path, nodes: int = 3, accounting: bool = False) -> Path:
     """Start a cluster that stays until `down`; the answer is its slurm.conf."""
     if folder.exists() and any(folder.iterdir()):
         raise ClusterError(f"{folder} is not empty; is a cluster up in it? `down` ends it")
-    cluster = _boot(folder, nodes, detached=True)
+    cluster = _boot(folder, nodes, accounting, detached=True)
     identity = asdict(processes.identify(cluster.keeper.pid))
     (folder / "keeper.json").write_text(json.dumps(identity), encoding="utf-8")
     try:
@@ -157,14 +167,14 @@ def down(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _boot(folder: Path, nodes: int, detached: bool) -> Cluster:
-    missing = configuration.missing_packages()
+def _boot(folder: Path, nodes: int, accounting: bool, detached: bool) -> Cluster:
+    missing = configuration.missing_packages(accounting)
     if missing:
         raise ClusterError(f"a local Slurm needs Debian packages that are not installed: {' '.join(missing)}")
     unfit = configuration.unfit(folder)
     if unfit:
         raise ClusterError(f"no cluster in {str(folder)!r}: {unfit}")
-    layout = configuration.plan(folder, nodes)
+    layout = configuration.plan(folder, nodes, accounting)
     configuration.write(layout)
     argv = [sys.executable, "-m", "slurm.local_cluster.keeper", str(folder), *(["--detached"] if detached else [])]
     environment = commands.python_environment(commands.clean_environment(os.environ))
@@ -172,7 +182,7 @@ def _boot(folder: Path, nodes: int, detached: bool) -> Cluster:
     with (folder / "log" / "keeper.out").open("ab") as log:
         # A session of its own: a Ctrl-C in the terminal is the owner's business.
         keeper = subprocess.Popen(argv, env=environment, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True)
-    return Cluster(folder, layout.node_names, keeper)
+    return Cluster(folder, layout.node_names, keeper, accounting)
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:

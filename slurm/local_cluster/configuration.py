@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import shutil
@@ -18,6 +19,16 @@ PACKAGES = {
     "srun": "slurm-client",
 }
 """Programs that a cluster needs, and the Debian packages that they come in."""
+ACCOUNTING_PACKAGES = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
+    "sacct": "slurm-client",
+    "sacctmgr": "slurm-client",
+}
+"""What accounting needs beside them. Of MariaDB the server alone: no client, no service, no database of the system."""
+SYSTEM_TABLES = Path("/usr/share/mysql/mysql_system_tables.sql")
+ACCOUNT = "lab"
+"""The account that the cluster's owner has."""
 CPUS_PER_NODE = 2
 MAX_FOLDER = 107 - len("/n100/n100_4294967295.4294967291")
 """A step daemon's socket is <node>/<node>_<job>.<step> below it, and a socket's name has 107 letters at most."""
@@ -30,7 +41,9 @@ class Layout:
     folder: Path
     node_names: tuple[str, ...]
     ports: tuple[int, ...]
-    """The controller's, then one per node."""
+    """The controller's, then one per node, then slurmdbd's."""
+    accounting: bool = False
+    """Whether slurmdbd keeps the jobs, and limits of accounts and QOS hold."""
 
     @property
     def conf(self) -> Path:
@@ -43,9 +56,10 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 
-def missing_packages() -> list[str]:
+def missing_packages(accounting: bool = False) -> list[str]:
     """Debian packages that are not installed here and are needed."""
-    return sorted({package for name, package in PACKAGES.items() if program(name) is None})
+    needed = PACKAGES | (ACCOUNTING_PACKAGES if accounting else {})
+    return sorted({package for name, package in needed.items() if program(name) is None})
 
 
 def unfit(folder: Path) -> str | None:
@@ -57,9 +71,9 @@ def unfit(folder: Path) -> str | None:
     return None
 
 
-def plan(folder: Path, nodes: int) -> Layout:
+def plan(folder: Path, nodes: int, accounting: bool = False) -> Layout:
     """A layout on ports that are free now."""
-    return Layout(folder, tuple(f"n{number}" for number in range(1, nodes + 1)), _free_ports(nodes + 1))
+    return Layout(folder, tuple(f"n{number}" for number in range(1, nodes + 1)), _free_ports(nodes + 2), accounting)
 
 
 def _free_ports(count: int) -> tuple[int, ...]:
@@ -80,6 +94,11 @@ def write(layout: Layout) -> None:
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
     layout.conf.write_text(slurm_conf(layout, os.getuid(), socket.gethostname(), name_is_loopback()), encoding="utf-8")
+    if layout.accounting:
+        (layout.folder / "database").mkdir()
+        conf = layout.folder / "slurmdbd.conf"
+        conf.touch(mode=0o600)  # slurmdbd refuses one that others may read
+        conf.write_text(slurmdbd_conf(layout, getpass.getuser(), name_is_loopback()), encoding="utf-8")
 
 
 def name_is_loopback() -> bool:
@@ -101,8 +120,16 @@ def slurm_conf(layout: Layout, user_id: int, host: str, loopback: bool) -> str:
     listen = "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny" if loopback else ""
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} State=UNKNOWN"
-        for name, port in zip(names, layout.ports[1:], strict=True)
+        for name, port in zip(names, layout.ports[1:-1], strict=True)
     )
+    accounting = "AccountingStorageType=accounting_storage/none"
+    if layout.accounting:
+        accounting = f"""\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={layout.ports[-1]}
+AccountingStoragePass={folder}/munge.socket
+AccountingStorageEnforce=associations,limits,qos"""
     every = ",".join(names)
     return f"""\
 ClusterName=local
@@ -126,7 +153,7 @@ SwitchType=switch/none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=2,bf_interval=2
@@ -141,4 +168,24 @@ MinJobAge=3600
 {nodes}
 PartitionName=low Nodes={every} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10 MaxTime=INFINITE State=UP
 PartitionName=high Nodes={every} PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+
+
+def slurmdbd_conf(layout: Layout, user: str, loopback: bool) -> str:
+    """The text of slurmdbd.conf. The database is reached through a socket in the folder, and listens nowhere else."""
+    folder = layout.folder
+    listen = "CommunicationParameters=NoInAddrAnyDBD" if loopback else ""
+    return f"""\
+{listen}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={layout.ports[-1]}
+SlurmUser={user}
+LogFile={folder}/log/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageLoc=slurm
 """

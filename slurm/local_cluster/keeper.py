@@ -1,9 +1,9 @@
 """The process that a cluster's daemons cannot outlive: `python -m slurm.local_cluster.keeper FOLDER [--detached]`.
 
-It starts munged, slurmctld and the slurmds as its children, is the subreaper of all that they start (a step daemon
-leaves its slurmd, and a job its step), and kills the whole tree when it is told to by SIGTERM, or when its standard
-input ends: the owner holds the other end of that pipe, so that the owner's death ends the cluster, whatever killed it.
-The folder goes with a cluster that has an owner.
+It starts munged, slurmctld, the slurmds, and with accounting MariaDB and slurmdbd, as its children, is the subreaper of
+all that they start (a step daemon leaves its slurmd, and a job its step), and kills the whole tree when told to by
+SIGTERM, or when its standard input ends: the owner holds the other end of that pipe, so that the owner's death ends the
+cluster, whatever killed it. The folder goes with a cluster that has an owner.
 
 The owner may write `start NAME` and `signal NAME NUMBER`; the answer is `ok` or what was wrong.
 """
@@ -15,12 +15,15 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from slurm import processes
+from slurm.local_cluster import accounting
 from slurm.local_cluster.configuration import program
 
 _PR_SET_PDEATHSIG = 1
@@ -35,7 +38,7 @@ def die_with_parent() -> None:
 
 
 class Keeper:
-    """The daemons of one cluster, by name: munged, slurmctld, n1, n2, ..."""
+    """The daemons of one cluster, by name: munged, mariadbd, slurmdbd, slurmctld, n1, n2, ..."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +54,11 @@ class Keeper:
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             daemon = subprocess.Popen(
                 _argv(self.folder, name),
-                env={**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")},
+                env={
+                    **os.environ,
+                    "SLURM_CONF": str(self.folder / "slurm.conf"),
+                    "MYSQL_UNIX_PORT": str(self.folder / accounting.SOCKET),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -59,6 +66,28 @@ class Keeper:
             )
         self.pids[name] = daemon.pid
         daemon.returncode = 0  # We reap by ourselves, whatever it is; Popen need not care.
+
+    def boot(self) -> None:
+        """Start all of them, each when what it needs is there; the owner gives up where this takes long."""
+        self.start("munged")
+        self._wait_for(lambda: (self.folder / "munge.socket").exists())
+        if (self.folder / "slurmdbd.conf").exists():
+            self._boot_accounting()
+        for name in ["slurmctld", *_node_names(self.folder)]:
+            self.start(name)
+
+    def _boot_accounting(self) -> None:
+        accounting.make_database(self.folder)
+        self.start("mariadbd")
+        self._wait_for(lambda: (self.folder / accounting.SOCKET).exists())
+        self.start("slurmdbd")
+        self._wait_for(lambda: _listens(_accounting_port(self.folder)))
+        if not self.told_to_end:
+            accounting.admit_owner(self.folder)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        while not self.told_to_end and not is_there():
+            time.sleep(0.01)
 
     def obey(self, command: str) -> str:
         """Carry out one line of the owner's."""
@@ -100,8 +129,10 @@ def _argv(folder: Path, name: str) -> list[str]:
             *options,
             f"--log-file={folder}/log/munged.log",
         ]
-    if name == "slurmctld":
-        return [program("slurmctld") or "slurmctld", "-D"]
+    if name == "mariadbd":
+        return accounting.database_argv(folder)
+    if name in ("slurmctld", "slurmdbd"):
+        return [program(name) or name, "-D"]
     return [program("slurmd") or "slurmd", "-D", "-N", name]
 
 
@@ -130,11 +161,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, keeper.note_end)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        keeper.start("munged")
-        while not keeper.told_to_end and not (folder / "munge.socket").exists():
-            time.sleep(0.01)  # slurmctld gives up where there is no munged; the owner gives up where this takes long.
-        for name in ["slurmctld", *_node_names(folder)]:
-            keeper.start(name)
+        keeper.boot()
         keeper.keep(detached)
     finally:
         _kill_all()
@@ -142,9 +169,23 @@ def main(argv: list[str]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _node_names(folder: Path) -> list[str]:
+def _conf_words(folder: Path, key: str) -> list[str]:
+    """The first value in each line of slurm.conf that begins with `key`."""
     lines = (folder / "slurm.conf").read_text(encoding="utf-8").splitlines()
-    return [line.split()[0].removeprefix("NodeName=") for line in lines if line.startswith("NodeName=")]
+    return [line.split()[0].removeprefix(f"{key}=") for line in lines if line.startswith(f"{key}=")]
+
+
+def _node_names(folder: Path) -> list[str]:
+    return _conf_words(folder, "NodeName")
+
+
+def _accounting_port(folder: Path) -> int:
+    return int(_conf_words(folder, "AccountingStoragePort")[0])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 if __name__ == "__main__":

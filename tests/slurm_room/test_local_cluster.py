@@ -76,6 +76,14 @@ def test_run_gives_the_commands_exit_code_and_a_cluster(tmp_path: Path) -> None:
     assert not Path((tmp_path / "conf").read_text().strip()).parent.exists()
 
 
+def test_accounting_needs_no_more_than_its_packages(accounting: cluster.Cluster) -> None:
+    told = "until sacct -X -n -o Account,State | grep -q 'lab *COMPLETED'; do sleep 0.1; done"
+    script = f"srun -N1 true; {told}; sacctmgr -n show qos format=name"
+    run = [*RUN[:-1], "--accounting", "--", "timeout", "60", "bash", "-c", script]
+    done = subprocess.run(run, check=False, capture_output=True)
+    assert (done.returncode, done.stdout.split()) == (0, [b"normal"]), done.stderr
+
+
 def test_up_and_down(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder / "c"
     assert main(["up", "--nodes", "1", "--folder", str(folder)]) == 0
@@ -122,7 +130,7 @@ def test_faults_of_one_node_and_of_the_controller(slurm_cluster: cluster.Cluster
     slurm_cluster.ask("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     assert slurm_cluster.node_states()["n3"].startswith("down")
     slurm_cluster.start_slurmd("n3")
-    slurm_cluster.ask("scontrol", "update", "NodeName=n3", "State=RESUME")
+    eventually(lambda: slurm_cluster.node_states()["n3"] == "idle")
     slurm_cluster.kill_controller()
     slurm_cluster.start_controller()
     slurm_cluster.wait_until_idle()

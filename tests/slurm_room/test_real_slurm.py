@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -180,6 +181,32 @@ def test_reservations(scheduler: SlurmScheduler, on_slurm: Cluster) -> None:
     assert (found.name, found.nodes) == ("maint", ("n1", "n2"))
     assert found.starts_at is not None
     assert found.ends_at == found.starts_at + 3600
+
+
+def test_who_cancelled_is_known_to_accounting(
+    submit: Submit, scheduler: SlurmScheduler, accounting: Cluster, tmp_path: Path
+) -> None:
+    job_id = submit(request(tmp_path))
+    noted(tmp_path, "started", job_id)
+    assert scheduler.cancelled_by(job_id) is None
+    scheduler.cancel(job_id)
+    eventually(lambda: status(scheduler, job_id).state is JobState.CANCELLED)
+    assert scheduler.cancelled_by(job_id) == str(os.getuid())
+
+
+def test_without_an_answer_from_accounting_jobs_go_on(
+    submit: Submit, scheduler: SlurmScheduler, accounting: Cluster, tmp_path: Path
+) -> None:
+    accounting.kill_accounting()
+    try:
+        job_id = submit(request(tmp_path))
+        noted(tmp_path, "started", job_id)
+        scheduler.cancel(job_id)
+        eventually(lambda: status(scheduler, job_id).state is JobState.CANCELLED)
+        assert scheduler.cancelled_by(job_id) is None
+    finally:
+        accounting.start_accounting()
+    assert eventually(lambda: scheduler.cancelled_by(job_id)) == str(os.getuid())  # the controller has kept it
 
 
 def requeue(start: dict[str, Any]) -> subprocess.CompletedProcess[str]:
