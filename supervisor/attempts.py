@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from slurm.job import JobState
 from supervisor.decision import Begin, Cancel, Decision, GiveUp, Wait
-from supervisor.journal import AttemptDecided, Cost, Rollback, Where
+from supervisor.journal import AttemptDecided, Cost, Where
 from supervisor.observation import Observation
 from supervisor.run_state import MAY_COME_BACK, RunState
 from worker.contract.config import CheckpointConfig, RecoveryConfig
-from worker.contract.directive import Cause, LearningRateRamp
+from worker.contract.directive import Cause
 from worker.contract.manifest import Manifest
 from worker.contract.run_dir import checkpoint_name
 
@@ -32,29 +32,19 @@ def continue_run(run: RunState, seen: Observation, rules: Rules, cause: Cause, r
         rules.recovery.preemption.lr_factor if cause in ("preempted", "drained", "node_failed", "time_limit") else 1.0
     )
     newest = seen.manifests[-1] if seen.manifests else None
-    scale = run_scale(run) * factor
-    return begin(run, seen, rules, cause, newest, scale, reason)
+    return begin(run, seen, rules, plan_attempt(run, seen, cause, newest, run_scale(run) * factor, reason))
 
 
-def begin(
-    run: RunState,
-    seen: Observation,
-    rules: Rules,
-    cause: Cause,
-    start: Manifest | None,
-    scale: float,
-    reason: str,
-    rollback: Rollback | None = None,
-) -> Decision:
-    """Begin the next attempt, after what must come before it: a budget that lasts, and an old job that is over."""
+def begin(run: RunState, seen: Observation, rules: Rules, plan: AttemptDecided) -> Decision:
+    """Begin the planned attempt, after what must come before it: a budget that lasts, and an old job that is over."""
     limit = rules.recovery.max_attempts_without_progress
     if run.attempts_since_progress >= limit:
-        return GiveUp(f"{limit} attempts without a new healthy checkpoint; the last: {reason}", error=reason)
+        reason = f"{limit} attempts without a new healthy checkpoint; the last: {plan.reason}"
+        return GiveUp(reason, tried=run.tried, error=plan.reason)
     where = _where(run, seen, rules)
     if where == "new_job" and not job_is_over(run, seen, rules):
-        return _part_from_job(run, seen, reason)
-    plan = plan_attempt(run, seen, cause, start, scale, where, reason)
-    return Begin(plan.model_copy(update={"rollback": rollback, "lr_ramp": _ramp(run, rules, plan, rollback)}))
+        return _part_from_job(run, seen, plan.reason)
+    return Begin(plan.model_copy(update={"where": where}))
 
 
 def _where(run: RunState, seen: Observation, rules: Rules) -> Where:
@@ -90,30 +80,26 @@ def job_is_over(run: RunState, seen: Observation, rules: Rules) -> bool:
     return seen.job.state.is_over
 
 
-def _ramp(run: RunState, rules: Rules, plan: AttemptDecided, rollback: Rollback | None) -> LearningRateRamp | None:
-    """The way back to the full rate: begun anew by a rollback, carried on unchanged by everything else."""
-    spike = rules.recovery.spike
-    if rollback is None:
-        return run.plan.lr_ramp if run.plan is not None else None
-    if spike.ramp_steps is None or spike.hold_steps is None:
-        return None
-    to = max(spike.ramp_to, plan.lr_scale)
-    return LearningRateRamp(from_step=plan.resume_step, hold_steps=spike.hold_steps, ramp_steps=spike.ramp_steps, to=to)
-
-
 def plan_attempt(
-    run: RunState, seen: Observation, cause: Cause, start: Manifest | None, scale: float, where: Where, reason: str
+    run: RunState, seen: Observation, cause: Cause, start: Manifest | None, scale: float, reason: str
 ) -> AttemptDecided:
-    """The next attempt from ``start`` (None = from scratch), with what that repeats and what it quarantines."""
+    """The next attempt from ``start`` (None = from scratch), with what that repeats and what it quarantines.
+
+    In a new job; batches left out, an accepted level and the way back to the full rate stay as they are.
+    """
     step = start.step if start is not None else 0
+    before = run.plan
     return AttemptDecided(
         attempt=run.attempt + 1,
         cause=cause,
         resume_from=checkpoint_name(step) if start is not None else None,
         resume_step=step,
         lr_scale=scale,
+        lr_ramp=before.lr_ramp if before is not None else None,
+        skip_batches=before.skip_batches if before is not None else (),
+        accept_level=before.accept_level if before is not None else None,
         quarantine=tuple(checkpoint_name(m.step) for m in seen.manifests if m.step > step),
-        where=where,
+        where="new_job",
         cost=Cost(steps_repeated=max(0, last_step(seen) - step)),
         reason=reason,
     )

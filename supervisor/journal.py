@@ -153,6 +153,7 @@ class VerdictSeen(EventBase):
     loss: float | None = None
     level: float | None = None
     batches: tuple[BatchPosition, ...] = ()
+    nonfinite_ranks: tuple[int, ...] = ()
 
 
 class WorkerLeft(EventBase):

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from slurm.job import JobState, JobStatus
 from slurm.scheduler import Scheduler, SchedulerError
+from supervisor.batches import Stretch, extend, trained_on
 from supervisor.journal import (
     Event,
     JobSeen,
@@ -21,7 +22,7 @@ from supervisor.run_state import RunState
 from worker.contract.claim import Claim, read_claim
 from worker.contract.exit_report import ExitReport, Outcome
 from worker.contract.files import Message, UnusableFileError, read_message
-from worker.contract.loss_history import BatchPosition, HistoryReader, Record
+from worker.contract.loss_history import HistoryReader, Record
 from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
 from worker.contract.run_dir import RunDir
 
@@ -51,6 +52,8 @@ class Observation:
     """First records of segments that this process has not seen before."""
     branch: Sequence[Record] = ()
     """Of the surviving branch: every record that is not ``ok``, and the last one."""
+    trail: Sequence[Stretch] = ()
+    """Which global batches the steps of the surviving branch were trained on."""
     manifests: Sequence[Manifest] = ()
     """Complete checkpoints, ascending by step."""
     request: Request | None = None
@@ -68,6 +71,7 @@ class Observer:
         self.run_dir = run_dir
         self._reader = HistoryReader(run_dir.history)
         self._branch: list[Record] = []
+        self._trail: list[Stretch] = []
         self._manifests: dict[tuple[int, int], Manifest] = {}
 
     def look(self, run: RunState, now: float, job: JobStatus | None, look_error: str | None) -> Observation:
@@ -81,6 +85,7 @@ class Observer:
             reports=newest_reports(self.run_dir, run.attempt),
             started_segments=started,
             branch=tuple(self._branch),
+            trail=tuple(self._trail),
             manifests=self._complete(),
             request=read_request(self.run_dir.request),
         )
@@ -91,6 +96,7 @@ class Observer:
         except UnusableFileError:
             self._reader = HistoryReader(self.run_dir.history)  # it was cut behind our back: read it whole again
             self._branch.clear()
+            self._trail.clear()
             new = self._reader.new_records()
         started = []
         for record in new:
@@ -105,6 +111,7 @@ class Observer:
         while self._branch and self._branch[-1].step >= record.step:
             self._branch.pop()
         self._branch.append(record)
+        extend(self._trail, record.step, record.data)
 
     def _complete(self) -> tuple[Manifest, ...]:
         found: dict[tuple[int, int], Manifest] = {}
@@ -225,13 +232,15 @@ def _history_news(run: RunState, seen: Observation) -> Iterator[Event]:
             onset_step=onset,
             loss=last.loss,
             level=last.level,
-            batches=_batches(seen.branch, onset),
+            batches=trained_on(seen.trail, onset, last.step),
+            nonfinite_ranks=_nonfinite_ranks(seen.branch, onset),
             reason=_describe(last, onset),
         )
 
 
-def _batches(branch: Sequence[Record], onset: int) -> tuple[BatchPosition, ...]:
-    return tuple(record.data for record in branch if record.step >= onset and record.data is not None)
+def _nonfinite_ranks(branch: Sequence[Record], onset: int) -> tuple[int, ...]:
+    """The ranks whose own numbers were not finite since the onset."""
+    return tuple(sorted({rank for one in branch if one.step >= onset for rank in one.nonfinite_ranks or ()}))
 
 
 def _describe(record: Record, onset: int) -> str:

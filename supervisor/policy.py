@@ -74,7 +74,7 @@ def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: Worker
     if not older:
         return GiveUp(f"no older checkpoint is left to try: {message}", error=message)
     reason = f"checkpoint-{run.plan.resume_step} does not restore ({message}): the next older one, at the same rate"
-    return begin(run, seen, rules, "refused", older[-1], run_scale(run), reason)
+    return begin(run, seen, rules, plan_attempt(run, seen, "refused", older[-1], run_scale(run), reason))
 
 
 def _answer_crash(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:
@@ -111,5 +111,4 @@ def _first_attempt(run: RunState, seen: Observation) -> Decision:
     if run.attempt == 0:
         return Begin(AttemptDecided(attempt=1, cause="first", where="new_job", reason="the run begins"))
     newest = seen.manifests[-1] if seen.manifests else None
-    plan = plan_attempt(run, seen, "resumed", newest, run_scale(run), "new_job", "a person asked for the run to go on")
-    return Begin(plan.model_copy(update={"lr_ramp": run.plan.lr_ramp if run.plan is not None else None}))
+    return Begin(plan_attempt(run, seen, "resumed", newest, run_scale(run), "a person asked for the run to go on"))

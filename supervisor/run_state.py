@@ -76,6 +76,7 @@ class RunState:
     """When that job was submitted, or adopted."""
     job: JobSeen | None = None
     segment: int | None = None
+    segment_started: SegmentStarted | None = None
     has_stepped: bool = False
     """Whether the present attempt made an optimizer step."""
     healthy_step: int = 0
@@ -89,6 +90,12 @@ class RunState:
     """Attempts that were started again in the present allocation since the last progress."""
     verdict: VerdictSeen | None = None
     """The verdict of the present attempt, as long as it is unanswered."""
+    last_verdicts: tuple[VerdictSeen, ...] = ()
+    """Verdicts that were answered, and whose steps no healthy checkpoint has passed yet."""
+    rolled_back_to: int | None = None
+    """Step of the last rollback's target; None = none since the last progress."""
+    tried: tuple[str, ...] = ()
+    """The reasons of the rollbacks since the last progress."""
     left: WorkerLeft | None = None
     """How the present attempt's worker left, as long as it is unanswered."""
     crash_signature: str | None = None
@@ -184,16 +191,8 @@ def _apply(run: RunState, event: Event) -> RunState:
         case WorkerLeft():
             return _note_crash(replace(run, left=event), event)
         case ProgressMade():
-            return replace(
-                run,
-                healthy_step=event.healthy_step,
-                exclusions_since_progress=0,
-                rollbacks_since_progress=0,
-                attempts_since_progress=0,
-                relaunches_in_job=0,
-                crash_signature=None,
-                previous_crash_signature=None,
-            )
+            ahead = tuple(each for each in run.last_verdicts if each.step > event.healthy_step)
+            return replace(_refill(run), healthy_step=event.healthy_step, last_verdicts=ahead)
         case LookFailed():
             return replace(run, look_failed_at=event.time)
         case LookRecovered():
@@ -217,6 +216,7 @@ def _begin_segment(run: RunState, event: SegmentStarted) -> RunState:
         run,
         state=_unless_stopping(run, "training"),
         segment=event.segment,
+        segment_started=event,
         has_stepped=True,
         left=None,
         crash_signature=None,
@@ -229,10 +229,9 @@ def _unless_stopping(run: RunState, state: State) -> State:
 
 
 def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
-    is_rollback = isinstance(event, RolledBack)
     keeps_job = event.where != "new_job"
     return replace(
-        run,
+        _remember_rollback(run, event) if isinstance(event, RolledBack) else run,
         state=_unless_stopping(run, "starting" if keeps_job else "queued"),
         attempt=event.attempt,
         awaits_attempt=False,
@@ -241,8 +240,6 @@ def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
         decided_at=event.time,
         job_id=run.job_id if keeps_job else None,
         job=run.job if keeps_job else None,
-        rollbacks=run.rollbacks + is_rollback,
-        rollbacks_since_progress=run.rollbacks_since_progress + is_rollback,
         attempts_since_progress=run.attempts_since_progress + 1,
         relaunches_in_job=run.relaunches_in_job + 1 if event.where == "same_allocation" else 0,
         verdict=None,
@@ -252,6 +249,32 @@ def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
         ended_or_cancelled=run.ended_or_cancelled
         if keeps_job or not run.job_id
         else run.ended_or_cancelled | {run.job_id},
+    )
+
+
+def _remember_rollback(run: RunState, event: RolledBack) -> RunState:
+    return replace(
+        run,
+        rollbacks=run.rollbacks + 1,
+        rollbacks_since_progress=run.rollbacks_since_progress + 1,
+        last_verdicts=run.last_verdicts if run.verdict is None else (*run.last_verdicts, run.verdict),
+        rolled_back_to=event.to_step,
+        tried=(*run.tried, event.reason),
+    )
+
+
+def _refill(run: RunState) -> RunState:
+    """Every budget full again."""
+    return replace(
+        run,
+        rollbacks_since_progress=0,
+        attempts_since_progress=0,
+        exclusions_since_progress=0,
+        relaunches_in_job=0,
+        rolled_back_to=None,
+        tried=(),
+        crash_signature=None,
+        previous_crash_signature=None,
     )
 
 
@@ -345,15 +368,9 @@ def _reopen(run: RunState) -> RunState:
     A verdict that was not answered stays, so that the next attempt begins before it.
     """
     return replace(
-        run,
+        _refill(run),
         state="created",
         awaits_attempt=True,
-        rollbacks_since_progress=0,
-        attempts_since_progress=0,
-        exclusions_since_progress=0,
-        relaunches_in_job=0,
-        crash_signature=None,
-        previous_crash_signature=None,
         stop_by=None,
         left=None,
         failed_submissions=0,

@@ -6,6 +6,7 @@ from typing import Any
 
 from slurm.job import JobState
 from supervisor.actions import SupervisedRun
+from supervisor.batches import positions_of
 from supervisor.decision import Decision
 from supervisor.journal import Event, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import read_holder, take_lease
@@ -148,10 +149,24 @@ class Stage:
         self.run_dir.restart(attempt, restarts).mkdir(parents=True, exist_ok=True)
 
     def train(
-        self, until: int, verdict: str = "ok", onset: int | None = None, loss: float = 2.0, restart: int = 0
+        self,
+        until: int,
+        verdict: str = "ok",
+        onset: int | None = None,
+        loss: float = 2.0,
+        restart: int = 0,
+        probe: float = 1.0,
+        ranks: tuple[int, ...] = (),
+        observed: bool = False,
     ) -> None:
-        """The worker makes steps up to ``until``; ``verdict`` is the last one's."""
+        """The worker makes steps up to ``until``; ``verdict`` is the last one's, ``loss`` that of all since ``onset``.
+
+        ``probe`` is what the probe loss of 1.0 came out as, ``ranks`` are those whose numbers were not finite.
+        """
         directive = self.directive
+        gone = set(positions_of(directive.skip_batches))
+        batches = [batch for batch in range(10_000) if BatchPosition(epoch=0, batch=batch) not in gone]
+        odd = {"spike": "pending", "divergence": "suspect", "nonfinite": "skipped"}
         with HistoryWriter(self.run_dir.history, lambda: None) as writer:
             is_new = writer.last is None or (writer.last.attempt, writer.last.restart) != (directive.attempt, restart)
             segment = writer.next_segment if is_new else writer.next_segment - 1
@@ -159,7 +174,7 @@ class Stage:
                 int((directive.resume_from or "checkpoint-0").split("-")[1]) if is_new and restart == 0 else self.step
             )
             for step in range(begin + 1, until + 1):
-                is_last = step == until
+                is_last, is_odd = step == until, onset is not None and step >= onset
                 writer.append(
                     record(
                         segment=segment,
@@ -168,17 +183,44 @@ class Stage:
                         step=step,
                         epoch=0.0,
                         time=self.now,
-                        loss=loss if is_last else 2.0,
+                        loss=None if verdict == "nonfinite" and is_odd else loss if is_odd or is_last else 2.0,
                         lr=directive.lr_scale,
-                        verdict=verdict if is_last else "ok",
-                        onset_step=onset if is_last else None,
-                        data=BatchPosition(epoch=0, batch=step - 1),
-                        start=_start() if is_new and step == begin + 1 else None,
+                        verdict=verdict if is_last else odd[verdict] if is_odd else "ok",
+                        observed=observed and is_last and verdict in odd,
+                        onset_step=onset if is_odd else None,
+                        level=2.0 if is_odd else None,
+                        nonfinite_ranks=ranks if is_odd and ranks else None,
+                        data=BatchPosition(epoch=0, batch=batches[step - 1]),
+                        start=self._start(begin, probe) if is_new and step == begin + 1 else None,
                     )
                 )
                 if step % self.config.checkpoint.every_steps == 0:
                     self.save(step)
         self.step = until
+
+    def _start(self, begin: int, probe: float) -> Start:
+        return Start(
+            checkpoint=f"checkpoint-{begin}" if begin else None,
+            max_steps=self.config.training.max_steps or 100,
+            lr=1.0,
+            lr_expected=1.0,
+            optimizer_steps=0,
+            rng_digests=("r",) * self.config.cluster.world_size,
+            next_samples=(1,),
+            probe=Probe(expected=1.0 if begin else None, found=probe),
+            versions={},
+        )
+
+    def spike(self, until: int, onset: int, verdict: str = "spike", loss: float = 9.0, **fields: Any) -> None:
+        """The worker trains until a verdict and leaves; the supervisor answers, and the next attempt is claimed."""
+        self.train(until, verdict, onset, loss, **fields)
+        self.leave(Outcome.VERDICT)
+        self.settle()
+        if self.state == "queued":
+            self.start_job()
+            self.settle()
+        elif self.state == "starting":
+            self.claim()
 
     def save(self, step: int) -> None:
         folder = self.run_dir.checkpoint(step)
@@ -235,16 +277,3 @@ def manifest(step: int, attempt: int = 1, **changes: Any) -> Manifest:
         "files": {},
     }
     return Manifest(**fields | changes)
-
-
-def _start() -> Start:
-    return Start(
-        max_steps=100,
-        lr=1.0,
-        lr_expected=1.0,
-        optimizer_steps=0,
-        rng_digests=("r",),
-        next_samples=(1,),
-        probe=Probe(expected=None, found=1.0),
-        versions={},
-    )

@@ -214,8 +214,8 @@ def test_scales_multiply_over_rollbacks_and_stop_at_the_floor_and_the_budget(sta
     stage.settle()
     stage.start_job()
     scales = []
-    for _ in range(5):
-        stage.train(8, "spike", onset=6, loss=9.0)
+    for again in range(5):
+        stage.train(8, "spike", onset=6, loss=9.0 * 2**again)
         stage.leave(Outcome.VERDICT)
         stage.settle()
         if stage.directive.attempt == 4:  # two relaunches in one allocation, then a fresh job
@@ -224,10 +224,12 @@ def test_scales_multiply_over_rollbacks_and_stop_at_the_floor_and_the_budget(sta
         stage.settle()
         scales.append(stage.directive.lr_scale)
     assert scales == [0.5, 0.25, 0.125, 0.0625, 0.03125]
-    stage.train(8, "spike", onset=6, loss=9.0)
+    stage.train(8, "spike", onset=6, loss=999.0)
     stage.leave(Outcome.VERDICT)
     stage.settle()
     assert stage.state == "gave_up"
     assert isinstance(stage.events[-1], GaveUp)
     assert "5 rollbacks" in stage.events[-1].reason
+    assert [text.split(" of the rate")[0][-3:] for text in stage.events[-1].tried[:2]] == ["0.5", ".25"]
+    assert len(stage.events[-1].tried) == 5
     assert stage.scheduler.jobs[stage.job_id].state is JobState.CANCELLED

@@ -207,6 +207,11 @@ class SpikeRecovery(Section):
     """Steps of the way back to ``ramp_to``; needs ``hold_steps``."""
     ramp_to: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Where the ramp ends."""
+    skip: Literal["repeat", "always", "never"] = "repeat"
+    """Whether the batches of a spike are left out: when it comes again at the same ones, at once, or never; at most
+    1 % of all batches of the run."""
+    skip_before: NotNegative = 20
+    """Batches ahead of the onset that are left out too: a harmful batch shows later than it was trained on."""
 
 
 class LrFactor(Section):
