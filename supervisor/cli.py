@@ -16,12 +16,12 @@ from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, SchedulerError, choose
 from supervisor.config import ConfigError, load_config
 from supervisor.job_request import supervisor_request, worker_request
-from supervisor.journal import Event, read_journal
 from supervisor.lease import HeldError, LostError, is_gone, read_holder
 from supervisor.observation import Request
-from supervisor.report.texts import closing_summary, event_lines, is_milestone, status_lines
+from supervisor.report.log_text import SinceError, since_time
 from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
 from supervisor.supervise import read_state, reopen, supervise, supervise_once
+from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal
 from worker.contract.config import Config
 from worker.contract.files import UnusableFileError, publish_message
 from worker.contract.run_dir import RunDir
@@ -95,10 +95,7 @@ def status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"runs": rows}, indent=2))
         return OK
-    if not rows:
-        print(f"no runs under {args.dir.resolve()}; --dir names another folder")
-    for row in rows:
-        print("\n".join(status_lines(row, time.time())))
+    show_standing(rows, args.run is not None, args.dir, sys.stdout)
     return OK
 
 
@@ -115,25 +112,19 @@ def _row(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
 def log(args: argparse.Namespace) -> int:
     """The rollback log."""
     run_dir = find_run(args.run, args.dir)
+    since = since_time(args.since) if args.since else 0.0
     if args.json:
-        sys.stdout.buffer.write(run_dir.journal.read_bytes())
-        return OK
-    _print_log(run_dir)
+        write_journal(run_dir, since, args.follow, sys.stdout.buffer)
+    elif args.follow:
+        follow_log(run_dir, since, sys.stdout)
+    else:
+        show_log(run_dir, since, sys.stdout)
     return OK
-
-
-def _print_log(run_dir: RunDir, is_wanted: Callable[[Event], bool] = lambda event: True) -> None:
-    events = read_journal(run_dir.journal)
-    for event in filter(is_wanted, events):
-        for line in event_lines(event):
-            print(line)
-    for line in closing_summary(events):
-        print(line)
 
 
 def _say_goodbye(run_dir: RunDir) -> None:
     print(f"\nThe rollback log of {run_dir.path.name} (all of it: higgsfield log {run_dir.path}):")
-    _print_log(run_dir, is_milestone)
+    show_milestones(run_dir, sys.stdout)
     print(f"\nEverything is in {run_dir.path}")
     for path in (run_dir.final, run_dir.checkpoints, run_dir.history, run_dir.history_csv, run_dir.journal):
         if path.exists():
@@ -271,6 +262,9 @@ def _parser() -> argparse.ArgumentParser:
         of_run.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
         if verb in (status, log, doctor):
             of_run.add_argument("--json", action="store_true")
+        if verb is log:
+            of_run.add_argument("--since", metavar="TIME", help="2h, 30min, 1d, 17:40, or 2026-11-29 17:40")
+            of_run.add_argument("--follow", action="store_true", help="go on as events come, until the run is over")
     return parser
 
 
@@ -307,7 +301,7 @@ def _guarded(act: Callable[[], int]) -> int:
     except ConfigError as error:
         print("\n".join(str(finding) for finding in error.findings), file=sys.stderr)
         return WRONG_INPUT
-    except (RunError, RequestError, SchedulerError, UnusableFileError) as error:
+    except (RunError, RequestError, SchedulerError, SinceError, UnusableFileError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return WRONG_INPUT
     except (HeldError, LostError) as error:

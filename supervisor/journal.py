@@ -135,6 +135,8 @@ class JobSeen(EventBase):
     why: str = ""
     nodes: tuple[str, ...] = ()
     restarts: int = 0
+    starts_at: float | None = None
+    ends_at: float | None = None
 
 
 class SegmentStarted(EventBase):
@@ -277,6 +279,11 @@ def read_journal(path: Path) -> list[Event]:
             path, "does not begin with RunCreated; put it back from a copy, nothing else knows the run"
         )
     return events
+
+
+def parse_event(fields: dict[str, object]) -> Event:
+    """The event of a line's fields, as ``status --json`` hands them on."""
+    return _EVENT.validate_json(encode(fields))
 
 
 def _parse(path: Path, number: int, line: bytes) -> Event:

@@ -27,6 +27,7 @@ from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpo
 from worker.contract.run_dir import RunDir
 
 ABSENT: Final = "the scheduler does not know it"
+_ESTIMATE_MOVED_S: Final = 1800.0
 
 
 class Request(Message):
@@ -194,9 +195,24 @@ def _job_news(run: RunState, seen: Observation) -> Iterator[Event]:
     was_preempted = run.left is not None and run.left.error is not None and run.left.error.what == "preempted"
     if is_back and was_preempted and not is_told:
         yield Preempted(job_id=job.job_id, restart=job.restarts, reason="preempted; its job waits to start again")
-    new = JobSeen(job_id=job.job_id, state=job.state.value, why=job.why, nodes=tuple(job.nodes), restarts=job.restarts)
-    if told is None or _facts(told) != _facts(new):
+    new = JobSeen(
+        job_id=job.job_id,
+        state=job.state.value,
+        why=job.why,
+        nodes=tuple(job.nodes),
+        restarts=job.restarts,
+        starts_at=job.starts_at,
+        ends_at=job.ends_at,
+    )
+    if told is None or _facts(told) != _facts(new) or _estimate_moved(told, new):
         yield new
+
+
+def _estimate_moved(told: JobSeen, new: JobSeen) -> bool:
+    """Whether Slurm expects a pending job to start at quite another time than was told; it often changes its mind."""
+    if new.state != JobState.PENDING.value or new.starts_at is None:
+        return False
+    return told.starts_at is None or abs(new.starts_at - told.starts_at) > _ESTIMATE_MOVED_S
 
 
 def _absence(run: RunState, seen: Observation) -> Iterator[Event]:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
 from worker.contract.files import UnusableFileError, append_line, encode
-from worker.contract.loss_history import HistoryReader, Record, last_record, surviving
+from worker.contract.loss_history import HistoryReader, Record, recent_records, surviving
 from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
 
@@ -148,7 +149,8 @@ def standing(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
     config = contract_config.read(run_dir.config)
     events = read_journal(run_dir.journal)
     state = replay(events)
-    last = last_record(run_dir.history)
+    recent = recent_records(run_dir.history)
+    last = recent[-1] if recent else None
     row: dict[str, Any] = {
         "name": config.run.name,
         "dir": str(run_dir.path),
@@ -162,7 +164,7 @@ def standing(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
         "job": _job(state.job),
         "supervisor": _holder(run_dir),
         "since": state.since,
-        "eta": _eta(config, events, state, last),
+        "eta": _eta(state, _max_steps(config, events), recent),
         "reason": _reason(config, state),
     }
     return row | _details(run_dir, config, state, events) if in_detail else row
@@ -189,7 +191,7 @@ def _job(job: JobSeen | None) -> dict[str, Any] | None:
     if job is None:
         return None
     told = {"id": job.job_id, "state": job.state, "why": job.why, "nodes": list(job.nodes)}
-    return told | {"starts_at": None, "ends_at": None}
+    return told | {"starts_at": job.starts_at, "ends_at": job.ends_at}
 
 
 def _holder(run_dir: RunDir) -> dict[str, Any] | None:
@@ -201,14 +203,14 @@ def _holder(run_dir: RunDir) -> dict[str, Any] | None:
     return {"host": file.host, "pid": file.pid, "alive": not is_gone(file) if here else None}
 
 
-def _eta(config: Config, events: list[Event], state: RunState, last: Record | None) -> float | None:
-    """When the last step will be done if the present segment goes on as it did, UTC seconds."""
-    started = [event for event in events if isinstance(event, SegmentStarted)]
-    total = _max_steps(config, events)
-    if state.state != "training" or not started or last is None or total is None or last.step <= started[-1].step:
+def _eta(state: RunState, total: int | None, records: Sequence[Record]) -> float | None:
+    """When the last step will be done if the next ones take as long as the last ones did, UTC seconds."""
+    recent = [record for record in records if record.segment == state.segment]
+    if state.state != "training" or total is None or len(recent) < 2:
         return None
-    per_step = (last.time - started[-1].time) / (last.step - started[-1].step)
-    return last.time + per_step * (total - last.step) if per_step > 0 else None
+    first, last = recent[0], recent[-1]
+    steps = last.step - first.step
+    return last.time + (last.time - first.time) / steps * (total - last.step) if steps > 0 else None
 
 
 def _details(run_dir: RunDir, config: Config, state: RunState, events: list[Event]) -> dict[str, Any]:

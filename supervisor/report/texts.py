@@ -1,7 +1,13 @@
-"""Events and numbers as a person reads them.  Pure."""
+"""Events as a person reads them.  Pure.
 
-from datetime import datetime
-from typing import Any
+Every event has a line, by its own ``reason`` where nothing better is said here, so that a new kind of event is never
+left out of the log.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from supervisor.journal import (
     AttemptDecided,
@@ -11,6 +17,7 @@ from supervisor.journal import (
     Finished,
     GaveUp,
     JobSeen,
+    LookRecovered,
     ProgressMade,
     RolledBack,
     Stopped,
@@ -19,50 +26,65 @@ from supervisor.journal import (
     VerdictSeen,
     WorkerLeft,
 )
-from supervisor.run_state import OVER
+from supervisor.report.accounting import Interruption
+from supervisor.report.figures import count, duration, local_time, node_hours, printable
+from worker.contract.loss_history import BatchPosition
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""
 
-_WORDS = {
+_WORDS: Final = {
     "RunCreated": "created",
     "SupervisorStarted": "supervisor",
     "RolledBack": "ROLLED BACK",
-    "Continued": "continued",
     "Submitted": "submitted",
     "SubmitFailed": "not submitted",
-    "Cancelled": "cancelled",
     "StartMoved": "start moved",
     "JobSeen": "job",
+    "JobChanged": "job changed",
     "SegmentStarted": "training",
     "VerdictSeen": "VERDICT",
     "WorkerLeft": "worker",
-    "Preempted": "preempted",
+    "HangSeen": "HANG",
     "NodeStruck": "node",
     "NodeExcluded": "node excluded",
+    "DrainSeen": "drain",
+    "WouldHaveDone": "OBSERVED",
     "LookFailed": "no answer",
     "LookRecovered": "answers again",
     "StopRequested": "stop asked",
     "ResumeRequested": "resume asked",
+    "RollbackRequested": "rollback asked",
     "Finished": "FINISHED",
     "Stopped": "STOPPED",
     "GaveUp": "GAVE UP",
 }
+_WORD_WIDTH: Final = 14
+_LABEL_WIDTH: Final = 9
+WIDTH: Final = 110
+"""Columns of a log that goes to no terminal."""
+
+Detail = tuple[str, str]
+"""A label and what it says; an empty label for a plain further line."""
 
 
-def local_time(time: float) -> str:
-    """``2026-11-29 17:40:02`` where the reader is."""
-    return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S")
+def word_of(event: Event) -> str:
+    """One or two words for the kind of an event; its own name in small letters where nothing better is known."""
+    return _WORDS.get(event.event) or re.sub(r"(?<!^)(?=[A-Z])", " ", event.event).lower()
 
 
-def duration(seconds: float) -> str:
-    """``42 s``, ``7 min``, ``3 h 20 min`` or ``2 d 4 h``."""
-    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
-    if minutes < 1:
-        return f"{max(0, round(seconds))} s"
-    if hours < 1:
-        return f"{minutes} min"
-    return f"{hours} h {minutes % 60} min" if days < 1 else f"{days} d {hours % 24} h"
+def step_of(event: Event) -> int | None:
+    """The optimizer step that an event is about."""
+    for name in ("verdict_step", "step", "final_step", "saved_step", "healthy_step"):
+        step = getattr(event, name, None)
+        if isinstance(step, int):
+            return step
+    return None
+
+
+def is_told(event: Event) -> bool:
+    """Whether an event has a line of its own; intents and progress are told by what follows them."""
+    return not isinstance(event, _QUIET)
 
 
 def is_milestone(event: Event) -> bool:
@@ -71,31 +93,35 @@ def is_milestone(event: Event) -> bool:
 
 
 def event_lines(event: Event) -> list[str]:
-    """An event for a person: [] for what another line says anyway."""
-    if isinstance(event, _QUIET):
-        return []
-    head = f"{local_time(event.time)}  {_WORDS[event.event]:<13} "
-    lines = [f"{head}{_text(event)}", *(f"{'':20} {'':13} {line}" for line in _more(event))]
-    return [printable(line) for line in lines]
+    """An event as the live screen shows it: [] for what another line says anyway."""
+    return lay_out(event, f"{local_time(event.time)}  ", None, WIDTH) if is_told(event) else []
 
 
-def printable(text: str) -> str:
-    """``text`` without control characters: what comes from files shall not paint a terminal or forge a line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def lay_out(event: Event, stamp: str, cost: Interruption | None, width: int) -> list[str]:
+    """An event below each other: ``stamp``, its word, its text, and its labelled details, ``width`` columns wide."""
+    lines = _wrap(f"{stamp}{word_of(event):<{_WORD_WIDTH}}", " " * (len(stamp) + _WORD_WIDTH), text_of(event), width)
+    for label, text in details_of(event, cost):
+        head = " " * (len(stamp) + 2) + (f"{label:<{_LABEL_WIDTH}} " if label else " " * (_LABEL_WIDTH + 1))
+        lines += _wrap(head, " " * len(head), text, width)
+    return lines
 
 
-def _text(event: Event) -> str:
+def _wrap(head: str, margin: str, text: str, width: int) -> list[str]:
+    room = max(24, width - len(margin))
+    first, *more = textwrap.wrap(printable(text), room, break_on_hyphens=False) or [""]
+    return [f"{head}{first}".rstrip(), *(margin + line for line in more)]
+
+
+# -- what each event says ----------------------------------------------------------------------------------------------
+
+
+def text_of(event: Event) -> str:
+    """What happened, in one sentence."""
     match event:
         case RolledBack():
-            start = event.resume_from or "the beginning"
-            return (
-                f"from step {event.from_step} to {start} at {event.lr_scale:g} of the configured rate "
-                f"({event.cost.steps_repeated} steps again, attempt {event.attempt}, {_where(event.where)})"
-            )
+            return f"from step {event.from_step} back to {_start(event)}, at {event.lr_scale:g} of the configured rate"
         case Continued():
-            start = event.resume_from or "scratch"
-            again = f", {event.cost.steps_repeated} steps again" if event.cost.steps_repeated else ""
-            return f"attempt {event.attempt} from {start} ({event.cause}{again}, {_where(event.where)}): {event.reason}"
+            return f"attempt {event.attempt} from {_start(event)} ({event.cause}, {_where(event.where)})"
         case JobSeen():
             nodes = f" on {', '.join(event.nodes)}" if event.nodes else ""
             why = f" ({event.why})" if event.why and event.why != "None" else ""
@@ -103,8 +129,28 @@ def _text(event: Event) -> str:
             return f"{event.job_id} is {event.state}{why}{nodes}{times}"
         case SupervisorStarted():
             return f"process {event.pid} on {event.host} holds the run (term {event.term})"
+        case LookRecovered():
+            return f"{event.reason}, after {duration(event.quiet_s)}"
         case _:
             return event.reason or event.event
+
+
+def details_of(event: Event, cost: Interruption | None = None) -> list[Detail]:
+    """What there is to say beyond the sentence; ``cost`` is what the event led to, where that is known."""
+    details = _DETAILS[type(event)](event) if type(event) in _DETAILS else iter(())
+    return [*details, *([("cost", cost_text(cost))] if cost is not None else []), *_advice(event)]
+
+
+def cost_text(cost: Interruption) -> str:
+    """What an interruption cost, and what the checkpoint saved."""
+    steps = f"{count(cost.steps_undone, 'step')} again, " if cost.steps_undone else ""
+    text = f"{steps}{duration(cost.idle_s)} without training, {node_hours(cost.lost_node_s)} lost"
+    kept = f"; {node_hours(cost.kept_node_s)} of training kept, against starting from the first step"
+    return text + (kept if cost.kept_node_s else "")
+
+
+def _start(event: RolledBack | Continued) -> str:
+    return event.resume_from or "scratch"
 
 
 def _where(where: str) -> str:
@@ -113,85 +159,119 @@ def _where(where: str) -> str:
     ]
 
 
-def _more(event: Event) -> list[str]:
+def _of_rollback(event: RolledBack) -> Iterator[Detail]:
+    yield "seen", _seen(event)
+    yield "believed", _belief(event)
+    yield "done", _done(event)
+    if event.reason:
+        yield "because", event.reason
+
+
+def _seen(event: RolledBack) -> str:
+    span = f"from step {event.onset_step} to step {event.verdict_step}"
+    where = f"; {batches_text(event.batches)}" if event.batches else ""
+    if event.kind == "nonfinite":
+        return f"numbers that are not finite, {span}{where}"
+    if event.kind in ("spike", "divergence"):
+        return f"the loss above its band {span}{where}"
+    return f"{event.kind} at step {event.verdict_step}{where}"
+
+
+_BELIEFS: Final = {
+    "spike": "the updates were too large for this stretch; the weights from before step {onset} are sound",
+    "divergence": "the loss rose and did not come back; the weights from before step {onset} are sound",
+    "nonfinite": "the numbers ran out of range; the weights from before step {onset} are sound",
+    "refused": "that checkpoint does not restore what it holds; an older one may",
+    "rollback": "a person knows better",
+}
+
+
+def _belief(event: RolledBack) -> str:
+    if event.accept_level is not None:
+        return f"this level ({event.accept_level:.4g}) came again, flat and finite: it is taken for the new one"
+    if event.skip_batches:
+        return f"the data: it came again at the same batches ({batches_text(event.batches)})"
+    return _BELIEFS.get(event.cause, "the state from before step {onset} is sound").format(onset=event.onset_step)
+
+
+def _done(event: RolledBack) -> str:
+    done = f"attempt {event.attempt} from {_start(event)} {_where(event.where)}, at {event.lr_scale:g} of the rate"
+    if event.lr_ramp is not None:
+        ramp = event.lr_ramp
+        done += f", held for {count(ramp.hold_steps, 'step')}, then back to {ramp.to:g} over {ramp.ramp_steps:,}"
+    if event.skip_batches:
+        done += f"; global batches left out: {sum(skip.count for skip in event.skip_batches):,}"
+    if event.quarantine:
+        done += f"; {', '.join(event.quarantine)} set aside in quarantine/"
+    return done
+
+
+def batches_text(batches: tuple[BatchPosition, ...]) -> str:
+    """``epoch 0, batches 126-128``: global batches, each run of neighbours as one."""
+    runs: list[list[int]] = []
+    for one in batches:
+        if runs and runs[-1][0] == one.epoch and runs[-1][2] + 1 == one.batch:
+            runs[-1][2] = one.batch
+        else:
+            runs.append([one.epoch, one.batch, one.batch])
+    named = [f"epoch {e}, {f'batch {a}' if a == b else f'batches {a}-{b}'}" for e, a, b in runs]
+    return "; ".join([*named[:4], *(["..."] if len(named) > 4 else [])])
+
+
+def _of_continued(event: Continued) -> Iterator[Detail]:
+    if event.reason:
+        yield "because", event.reason
+    if event.lr_scale != 1:
+        yield "rate", f"{event.lr_scale:g} of the configured one"
+
+
+def _of_left(event: WorkerLeft) -> Iterator[Detail]:
+    if event.error is not None and event.error.message:
+        yield "", f"{event.error.type}: {event.error.message}".splitlines()[0]
+
+
+def _of_given_up(event: GaveUp) -> Iterator[Detail]:
+    for text in event.tried:
+        yield "tried", text
+    if event.error is not None and event.error not in event.reason:
+        for line in event.error.rstrip().splitlines()[-12:]:
+            yield "", line
+
+
+def _of_stopped(event: Stopped) -> Iterator[Detail]:
+    yield "", f"the newest checkpoint is at step {event.saved_step}" if event.saved_step else "nothing was saved yet"
+
+
+_DETAILS: Final[dict[type, Callable[..., Iterator[Detail]]]] = {
+    RolledBack: _of_rollback,
+    Continued: _of_continued,
+    WorkerLeft: _of_left,
+    GaveUp: _of_given_up,
+    Stopped: _of_stopped,
+}
+
+
+# -- what to try -------------------------------------------------------------------------------------------------------
+
+_LOWER: Final = "a lower training.optimizer.learning_rate, a longer training.schedule.warmup"
+_ADVICE: Final = {
+    "spike": f"if it comes again: {_LOWER}, or training.max_grad_norm where it is off",
+    "divergence": f"if it comes again: {_LOWER}",
+    "nonfinite": f"if it comes again: training.precision bf16 or fp32 instead of fp16, {_LOWER}",
+    "refused": "look at the disk that holds the checkpoints; higgsfield doctor checks it",
+    "hang": "look at the stacks in the attempt's folder: they say where each rank stood",
+    "out_of_memory": "a smaller training.batch_size with more gradient_accumulation, or activation_checkpointing",
+    "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
+}
+
+
+def _advice(event: Event) -> Iterator[Detail]:
     match event:
-        case RolledBack():
-            return [event.reason]
-        case WorkerLeft() if event.error is not None and event.error.message:
-            return [f"{event.error.type}: {event.error.message}".splitlines()[0]]
+        case RolledBack() if event.skip_batches:
+            yield "try", "look at the data of those batches; recovery.spike.skip says when they are left out"
+        case RolledBack() | Continued() if event.cause in _ADVICE:
+            yield "try", _ADVICE[event.cause]
         case GaveUp():
-            told = event.error is None or event.error in event.reason
-            error = [] if told or event.error is None else event.error.rstrip().splitlines()[-12:]
-            return [*(f"tried: {text}" for text in event.tried), *error]
-        case Stopped():
-            at = f"the newest checkpoint is at step {event.saved_step}" if event.saved_step else "nothing was saved yet"
-            return [at]
-        case Finished():
-            return []
+            yield "try", "higgsfield resume goes on with fresh budgets; another rate or other data are another run.name"
         case _:
-            return []
-
-
-def closing_summary(events: list[Event]) -> list[str]:
-    """What a colleague wants to know who was not there."""
-    if not events:
-        return ["nothing has happened yet"]
-    rollbacks = [event for event in events if isinstance(event, RolledBack)]
-    attempts = max(event.attempt for event in events)
-    repeated = sum(e.cost.steps_repeated for e in events if isinstance(e, RolledBack | Continued))
-    last = events[-1]
-    wall = duration(last.time - events[0].time)
-    counted = (
-        f"{_count(attempts, 'attempt')}, {_count(len(rollbacks), 'rollback')}, {_count(repeated, 'step')} repeated"
-    )
-    match last:
-        case Finished():
-            return [f"Finished at step {last.final_step} after {wall}: {counted}."]
-        case Stopped():
-            return [f"Stopped by {last.by or 'somebody'} after {wall}: {counted}."]
-        case GaveUp():
-            return [f"Gave up after {wall}: {counted}. {last.reason}."]
-        case _:
-            return [f"Under way, {wall} until the last event: {counted}."]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def status_lines(row: dict[str, Any], now: float) -> list[str]:
-    """A run's row of ``supervisor.runs.standing`` for a person; ``now`` is UTC seconds."""
-    if row["since"] is None:
-        return [f"{row['name']}: {row['state']}", f"  {row['reason']}"]
-    step = "no step yet" if row["step"] is None else f"step {row['step']}"
-    step += f" of {row['max_steps']}" if row["max_steps"] else ""
-    loss = "" if row["loss"] is None else f", loss {row['loss']:.4g}"
-    scale = "" if row["lr_scale"] == 1 else f", rate x {row['lr_scale']:g}"
-    ends = "" if row["eta"] is None else f", about {duration(row['eta'] - now)} to go"
-    age = duration(now - row["since"])
-    lines = [f"{row['name']}: {row['state']} for {age}, {step}{loss}{scale}, {row['rollbacks']} rollbacks{ends}"]
-    if row["state"] not in OVER:
-        job, holder = row["job"], row["supervisor"]
-        where = (
-            "no job now" if job is None else f"job {job['id']} {job['state']} {' '.join([*job['nodes'], job['why']])}"
-        )
-        alive = (
-            f"nobody supervises it: higgsfield resume {row['dir']}"
-            if holder is None or holder["alive"] is False
-            else ""
-        )
-        watcher = alive or f"supervised from {holder['host']}"
-        lines.append(f"  {where.strip()}; {watcher}")
-    if row["reason"]:
-        lines.append(f"  {row['reason']}")
-    lines.extend(f"  checkpoint-{each['step']}: {each['health']}" for each in row.get("checkpoints", []))
-    lines.extend(
-        f"  {each['node']} is left out until {local_time(each['until'])}: {each['evidence']}"
-        for each in row.get("excluded", [])
-    )
-    if "budgets" in row:
-        left = row["budgets"]
-        lines.append(
-            f"  budget: {left['rollbacks_left']} more rollbacks, {left['attempts_left']} more attempts without progress"
-        )
-    return [printable(line) for line in lines]
+            return

@@ -139,6 +139,20 @@ def last_record(path: Path) -> Record | None:
         return None
 
 
+def recent_records(path: Path, length: int = 65_536) -> list[Record]:
+    """The whole records within the last ``length`` bytes, at least the last one; [] where there is none."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - length))
+            lines = _before_zeros(file.read()).split(b"\n")
+    except FileNotFoundError:
+        return []
+    found = [record for record in (_parse(line, path) for line in lines[1:]) if record is not None]
+    last = None if found else last_record(path)
+    return found if last is None else [last]
+
+
 def _last_of_tail(path: Path, descriptor: int, size: int) -> Record | None:
     length = 16_384
     while True:

@@ -1,0 +1,314 @@
+"""Where a run's time went: every second belongs to one kind, and they add up to the wall time.  Pure.
+
+The journal says when there was a job and what it did, the history says when steps were made; where both speak, the
+history wins, because the worker was there and the supervisor only looked now and then.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Literal, get_args
+
+from slurm.job import JobState
+from supervisor.journal import (
+    Cancelled,
+    Continued,
+    Event,
+    Finished,
+    GaveUp,
+    JobSeen,
+    ResumeRequested,
+    RolledBack,
+    RunCreated,
+    Stopped,
+    Submitted,
+    WorkerLeft,
+)
+from worker.contract.exit_report import Outcome
+from worker.contract.loss_history import Record
+
+Kind = Literal["training", "repeated", "saving", "starting", "queued", "lost", "paused"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+MEANING: Final[dict[Kind, str]] = {
+    "training": "steps that count",
+    "repeated": "steps that were undone and made again",
+    "saving": "writing checkpoints",
+    "starting": "loading, restoring, proving",
+    "queued": "waiting in the queue",
+    "lost": "noticing, deciding, no job, or a job that does not train",
+    "paused": "over, until a person let it go on",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one kind; times are UTC seconds, ``nodes`` is what was allocated to the run meanwhile."""
+
+    begin: float
+    end: float
+    kind: Kind
+    attempt: int
+    nodes: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """What one later start of the trainer cost. ``kept_node_s`` is the training that it need not make again."""
+
+    segment: int
+    attempt: int
+    restart: int
+    begins_attempt: bool
+    """False for a restart of the same attempt, which Slurm made by itself."""
+    steps_undone: int
+    idle_s: float
+    """Between the last step before and the beginning of the first one after; pauses are left out."""
+    lost_node_s: float
+    kept_node_s: float
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """The run's time without a gap, from its making to the last thing that is known of it."""
+
+    spans: tuple[Span, ...]
+    interruptions: tuple[Interruption, ...]
+
+    @property
+    def wall_s(self) -> float:
+        """From the first span's begin to the last one's end."""
+        return self.spans[-1].end - self.spans[0].begin if self.spans else 0.0
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time, pauses left out, that went into steps that count; None before there was any."""
+        active = self.wall_s - self.seconds("paused")
+        return self.seconds("training") / active if active > 0 else None
+
+    def seconds(self, kind: Kind, attempt: int | None = None) -> float:
+        """Time of one kind, of one attempt or of all."""
+        return sum(s.seconds for s in self.spans if s.kind == kind and attempt in (None, s.attempt))
+
+    def node_s(self, *kinds: Kind) -> float:
+        """Allocated node-seconds of some kinds, or of all."""
+        return sum(s.seconds * s.nodes for s in self.spans if not kinds or s.kind in kinds)
+
+    def cost_of(self, attempt: int, restart: int | None = None) -> Interruption | None:
+        """What the beginning of an attempt cost, or a later restart of it; None where no step followed."""
+        for each in self.interruptions:
+            if each.attempt == attempt and (each.begins_attempt if restart is None else each.restart == restart):
+                return each
+        return None
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """From ``time`` on the run is in ``kind``; ``holds`` says whether nodes are allocated to it."""
+
+    time: float
+    kind: Kind
+    attempt: int
+    holds: bool
+
+
+def account(events: Sequence[Event], records: Sequence[Record], now: float, nodes: int) -> Accounting:
+    """The run's time up to ``now``; ``nodes`` is what a job asks for, used where the scheduler never said it."""
+    if not events:
+        return Accounting((), ())
+    segments = _segments(records)
+    marks = sorted(
+        [*_journal_marks(events, segments), *_history_marks(events, segments, _survivors(records))],
+        key=lambda mark: mark.time,
+    )
+    spans = tuple(_spans(marks, _end(events, records, now), _nodes_of_attempts(events), nodes))
+    return Accounting(spans, tuple(_interruptions(segments, spans)))
+
+
+def _end(events: Sequence[Event], records: Sequence[Record], now: float) -> float:
+    """Of a run that is over its last event; of one that waits, now; of one that trains, its last step."""
+    last = events[-1]
+    if isinstance(last, Finished | Stopped | GaveUp):
+        return last.time
+    trained = records[-1].time if records else 0.0
+    return trained if trained > last.time else max(now, last.time)
+
+
+def _segments(records: Sequence[Record]) -> list[list[Record]]:
+    found: list[list[Record]] = []
+    for record in records:
+        if not found or found[-1][-1].segment != record.segment:
+            found.append([])
+        found[-1].append(record)
+    return found
+
+
+def _survivors(records: Sequence[Record]) -> set[int]:
+    """Identities of the records that count."""
+    branch: list[Record] = []
+    for record in records:
+        while branch and branch[-1].step >= record.step:
+            branch.pop()
+        branch.append(record)
+    return {id(record) for record in branch}
+
+
+def _first_step_began(segment: Sequence[Record]) -> float:
+    return segment[0].time - (segment[0].step_s or 0.0)
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+_IN_QUEUE: Final = frozenset({JobState.PENDING, JobState.REQUEUED, JobState.HELD})
+
+
+def _journal_marks(events: Sequence[Event], segments: Sequence[Sequence[Record]]) -> Iterator[_Mark]:
+    """What the journal says, left out while a segment was making steps."""
+    job: JobSeen | None = None
+    times = [(_first_step_began(segment), segment[-1].time) for segment in segments]
+    for event in events:
+        mark = _mark_of(event, job)
+        if isinstance(event, JobSeen):
+            job = event
+        if mark is not None and not any(begin <= mark.time < end for begin, end in times):
+            yield mark
+
+
+def _mark_of(event: Event, job: JobSeen | None) -> _Mark | None:
+    match event:
+        case RunCreated() | ResumeRequested():
+            return _Mark(event.time, "starting", event.attempt, holds=False)
+        case Submitted():
+            return _Mark(event.time, "queued", event.attempt, holds=False)
+        case JobSeen():
+            return _mark_of_job(event, job)
+        case RolledBack() | Continued():
+            kinds: dict[str, Kind] = {"same_allocation": "starting", "requeued": "queued"}
+            in_job = event.where == "same_allocation"
+            return _Mark(event.time, kinds.get(event.where, "lost"), event.attempt, holds=in_job)
+        case Cancelled():
+            return _Mark(event.time, "lost", event.attempt, holds=False)
+        case Finished() | Stopped() | GaveUp():
+            return _Mark(event.time, "paused", event.attempt, holds=False)
+        case _:
+            return None
+
+
+def _mark_of_job(seen: JobSeen, before: JobSeen | None) -> _Mark | None:
+    state = JobState(seen.state)
+    if state in _IN_QUEUE:
+        return _Mark(seen.time, "queued", seen.attempt, holds=False)
+    if state in (JobState.CONFIGURING, JobState.RUNNING):
+        same = before is not None and (before.job_id, before.restarts) == (seen.job_id, seen.restarts)
+        if same and before is not None and before.state == seen.state:
+            return None  # another fact of it changed
+        return _Mark(seen.time, "starting", seen.attempt, holds=True)
+    if state is JobState.UNRECOGNISED:
+        return None
+    return _Mark(seen.time, "lost", seen.attempt, holds=not state.is_over)
+
+
+def _history_marks(
+    events: Sequence[Event], segments: Sequence[Sequence[Record]], survivors: set[int]
+) -> Iterator[_Mark]:
+    """What the history says: steps, saves between them, and what followed the last one of a segment."""
+    suspended = _suspensions(events)
+    for segment in segments:
+        attempt = segment[0].attempt
+        kind: Kind = "training" if id(segment[0]) in survivors else "repeated"
+        yield _Mark(_first_step_began(segment), kind, attempt, holds=True)
+        for before, record in pairwise(segment):
+            if record.save_s:
+                yield _Mark(before.time, "saving", attempt, holds=True)
+                yield _Mark(min(record.time, before.time + record.save_s), kind, attempt, holds=True)
+            now: Kind = "training" if id(record) in survivors else "repeated"
+            if now != kind:
+                kind = now
+                yield _Mark(before.time + (record.save_s or 0.0), kind, attempt, holds=True)
+            for begin, end in suspended:
+                if begin < record.time and end > before.time:
+                    yield _Mark(max(begin, before.time), "lost", attempt, holds=True)
+                    yield _Mark(min(end, record.time), kind, attempt, holds=True)
+        after: Kind = "saving" if _saved_at_the_end(events, segment[-1]) else "lost"
+        yield _Mark(segment[-1].time, after, attempt, holds=True)
+
+
+def _suspensions(events: Sequence[Event]) -> list[tuple[float, float]]:
+    jobs = [event for event in events if isinstance(event, JobSeen)]
+    return [(a.time, b.time) for a, b in pairwise(jobs) if a.state == JobState.SUSPENDED.value]
+
+
+def _saved_at_the_end(events: Sequence[Event], last: Record) -> bool:
+    """Whether the worker left this segment in order, with its state or its finished weights saved."""
+    key = last.attempt, last.restart
+    reports = [e for e in events if isinstance(e, WorkerLeft) and (e.attempt, e.restart) == key]
+    left = next((e for e in reports if e.time >= last.time), None)
+    if left is None:
+        return False
+    return left.outcome is Outcome.DONE or (left.outcome is Outcome.LEFT and left.saved_step == last.step)
+
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+def _spans(marks: Sequence[_Mark], end: float, seen: Counter[int], asked: int) -> Iterator[Span]:
+    """Between two marks the first one's kind; a mark that a clock put before the one ahead of it begins there."""
+    begin = marks[0].time
+    for mark, after in pairwise([*marks, None]):
+        until = min(end, after.time) if after is not None else end
+        if mark is not None and until > begin:
+            nodes = (seen[mark.attempt] or asked) if mark.holds else 0
+            yield Span(begin, until, mark.kind, mark.attempt, nodes)
+            begin = until
+
+
+def _nodes_of_attempts(events: Sequence[Event]) -> Counter[int]:
+    """How many nodes the scheduler gave each attempt, at most."""
+    found: Counter[int] = Counter()
+    for event in events:
+        if isinstance(event, JobSeen):
+            found[event.attempt] = max(found[event.attempt], len(event.nodes))
+    return found
+
+
+def _interruptions(segments: Sequence[Sequence[Record]], spans: Sequence[Span]) -> Iterator[Interruption]:
+    """One for each segment but the first."""
+    branch: list[tuple[int, float]] = []  # step and the node-seconds that it took
+    for number, segment in enumerate(segments):
+        nodes = max((s.nodes for s in spans if s.attempt == segment[0].attempt), default=0)
+        undone = [part for part in branch if part[0] >= segment[0].step]
+        branch = branch[: len(branch) - len(undone)]
+        if number:
+            yield _interruption(segments[number - 1][-1], segment, spans, undone, branch)
+        branch += [(segment[0].step, (segment[0].step_s or 0.0) * nodes)]
+        branch += [(b.step, max(0.0, b.time - a.time - (b.save_s or 0.0)) * nodes) for a, b in pairwise(segment)]
+
+
+def _interruption(
+    last: Record,
+    segment: Sequence[Record],
+    spans: Sequence[Span],
+    undone: Sequence[tuple[int, float]],
+    kept: Sequence[tuple[int, float]],
+) -> Interruption:
+    begin, end = last.time, _first_step_began(segment)
+    between = [
+        (max(0.0, min(end, s.end) - max(begin, s.begin)), s.nodes)
+        for s in spans
+        if s.kind != "paused" and s.begin < end and s.end > begin
+    ]
+    return Interruption(
+        segment=segment[0].segment,
+        attempt=segment[0].attempt,
+        restart=segment[0].restart,
+        begins_attempt=segment[0].attempt != last.attempt,
+        steps_undone=len(undone),
+        idle_s=sum(seconds for seconds, _ in between),
+        lost_node_s=sum(seconds * nodes for seconds, nodes in between) + sum(part for _, part in undone),
+        kept_node_s=sum(part for _, part in kept),
+    )

@@ -1,0 +1,86 @@
+"""Times, durations, sizes and numbers as a person reads them.  Pure but for the reader's time zone."""
+
+from datetime import datetime
+from typing import Final
+
+_SIZES: Final = ("B", "kB", "MB", "GB", "TB")
+
+
+def local_time(time: float) -> str:
+    """``2026-11-29 17:40:02 CET`` where the reader is."""
+    return _here(time).strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def local_clock(time: float) -> str:
+    """``17:40:02`` where the reader is."""
+    return _here(time).strftime("%H:%M:%S")
+
+
+def local_day(time: float) -> str:
+    """``Sun 29 Nov 2026, times in CET (UTC+01:00)`` where the reader is."""
+    here = _here(time)
+    offset = here.strftime("%z")
+    return here.strftime("%a %d %b %Y, times in %Z") + f" (UTC{offset[:3]}:{offset[3:5]})"
+
+
+def local_moment(time: float, now: float) -> str:
+    """``17:40 CET`` today, ``Mon 30 Nov 17:40 CET`` on another day."""
+    here = _here(time)
+    form = "%H:%M %Z" if here.date() == _here(now).date() else "%a %d %b %H:%M %Z"
+    return here.strftime(form)
+
+
+def _here(time: float) -> datetime:
+    return datetime.fromtimestamp(time).astimezone()
+
+
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``42 s``, ``7 min``, ``3 h 20 min`` or ``2 d 4 h``."""
+    seconds = max(0.0, seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s".replace(".0 s", " s")
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if seconds < 59.5:
+        return f"{round(seconds)} s"
+    if hours < 1:
+        return f"{max(1, minutes)} min"
+    text = f"{hours} h {minutes % 60} min" if days < 1 else f"{days} d {hours % 24} h"
+    return text.removesuffix(" 0 min").removesuffix(" 0 h")
+
+
+def node_hours(node_s: float) -> str:
+    """``3.2 node-hours``, ``1 node-hour`` or, below a hundredth, ``12 node-seconds``."""
+    hours = node_s / 3600
+    if 0 < hours < 0.01:
+        return count(max(1, round(node_s)), "node-second")
+    text = f"{hours:.2f}" if hours < 10 else f"{hours:,.0f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{text} node-hour{'' if text == '1' else 's'}"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 step``, ``1,200 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def share(part: float, whole: float) -> str:
+    """``97 %``; more than nothing is never ``0 %``, less than all never ``100 %``."""
+    if whole <= 0 or part <= 0:
+        return "0 %"
+    percent = 100 * part / whole
+    if percent < 1:
+        return "under 1 %"
+    return "over 99 %" if 99.5 <= percent < 100 else f"{percent:.0f} %"
+
+
+def size(number_bytes: float) -> str:
+    """``812 B``, ``1.4 GB``."""
+    value, unit = float(number_bytes), 0
+    while value >= 999.5 and unit < len(_SIZES) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {_SIZES[unit]}" if unit == 0 or value >= 99.5 else f"{value:.2g} {_SIZES[unit]}"
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters: what comes from files shall not paint a terminal or forge a line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

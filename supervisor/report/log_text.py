@@ -1,0 +1,171 @@
+"""The rollback log for people: every event with what it cost, by day, and a closing summary.  Pure."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Final
+
+from supervisor.journal import Continued, Event, Finished, GaveUp, Preempted, RolledBack, SegmentStarted, Stopped
+from supervisor.report.accounting import KINDS, Accounting, Interruption
+from supervisor.report.figures import count, duration, local_clock, local_day, node_hours, printable, share
+from supervisor.report.texts import WIDTH, is_told, lay_out, step_of
+
+_UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+class SinceError(ValueError):
+    """What ``--since`` cannot mean; the message is one line for a person."""
+
+
+def since_time(text: str, now: float | None = None) -> float:
+    """UTC seconds of ``2h``, ``30min``, ``1d``, ``17:40``, ``2026-11-29`` or ``2026-11-29 17:40``, local time."""
+    now = time.time() if now is None else now
+    ago = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text.strip())
+    if ago:
+        return now - float(ago[1]) * _UNITS_S[ago[2]]
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text.strip()):
+            text = f"{datetime.fromtimestamp(now):%Y-%m-%d} {text.strip():0>5}"
+        return datetime.fromisoformat(text.strip()).astimezone().timestamp()
+    except ValueError:
+        raise SinceError(f"--since {text!r}: give 2h, 30min, 1d, 17:40 or 2026-11-29 17:40") from None
+
+
+def log_lines(events: Sequence[Event], accounting: Accounting, since: float = 0.0, width: int = WIDTH) -> Iterator[str]:
+    """The whole log from ``since`` on: days, events with what each cost, and the closing summary."""
+    costs = costs_of(events, accounting)
+    day = ""
+    for number, event in enumerate(events):
+        if event.time < since or not is_told(event):
+            continue
+        if local_day(event.time) != day:
+            day = local_day(event.time)
+            yield day
+        yield from entry_lines(event, costs.get(number), width)
+    yield ""
+    yield from closing_summary(events, accounting)
+
+
+def entry_lines(event: Event, cost: Interruption | None = None, width: int = WIDTH) -> list[str]:
+    """One event as the log shows it: time, step, word, text, details."""
+    step = step_of(event)
+    stamp = f"{local_clock(event.time)}  {'' if step is None else f'step {step}':<11} "
+    return lay_out(event, stamp, cost, width)
+
+
+def costs_of(events: Sequence[Event], accounting: Accounting) -> Mapping[int, Interruption]:
+    """By the place of an event, what it cost: attempts that were begun again, and Slurm's restarts of one."""
+    found: dict[int, Interruption] = {}
+    for number, event in enumerate(events):
+        match event:
+            case RolledBack() | Continued():
+                cost = accounting.cost_of(event.attempt)
+            case Preempted():
+                cost = accounting.cost_of(event.attempt, event.restart)
+            case _:
+                cost = None
+        if cost is not None:
+            found[number] = cost
+    return found
+
+
+# -- the closing summary -----------------------------------------------------------------------------------------------
+
+
+def closing_summary(events: Sequence[Event], accounting: Accounting) -> list[str]:
+    """What a colleague wants to know who was not there."""
+    if not events:
+        return ["nothing has happened yet"]
+    lines = [_headline(events, accounting), *_story(events), *time_lines(accounting)]
+    return [printable(line) for line in lines]
+
+
+def _headline(events: Sequence[Event], accounting: Accounting) -> str:
+    attempts = max(event.attempt for event in events)
+    rollbacks = sum(isinstance(event, RolledBack) for event in events)
+    repeated = sum(each.steps_undone for each in accounting.interruptions)
+    counted = f"{count(attempts, 'attempt')}, {count(rollbacks, 'rollback')}, {count(repeated, 'step')} repeated"
+    last, wall = events[-1], duration(accounting.wall_s)
+    match last:
+        case Finished():
+            return f"Finished at step {last.final_step} after {wall}: {counted}."
+        case Stopped():
+            return f"Stopped by {last.by or 'somebody'} after {wall}: {counted}."
+        case GaveUp():
+            return f"Gave up after {wall}: {counted}. {last.reason}."
+        case _:
+            return f"Under way for {wall} so far: {counted}."
+
+
+_HAPPENED: Final = {
+    "spike": "the loss spiked",
+    "divergence": "the loss rose and stayed",
+    "nonfinite": "the numbers stopped being finite",
+    "preempted": "preempted",
+    "drained": "its node was drained",
+    "node_failed": "a node failed",
+    "time_limit": "the time limit came",
+    "hang": "it hung",
+    "crash": "it crashed",
+    "out_of_memory": "out of memory",
+    "vanished": "the job ended without a word",
+    "refused": "a checkpoint did not restore",
+    "resumed": "a person let it go on",
+    "rollback": "a person asked for a rollback",
+}
+
+
+def _story(events: Sequence[Event]) -> Iterator[str]:
+    """How often what happened, and at which steps."""
+    steps: dict[str, list[int]] = {}
+    times: Counter[str] = Counter()
+    for event in events:
+        if isinstance(event, RolledBack | Continued) and event.cause in _HAPPENED:
+            times[event.cause] += 1
+            if isinstance(event, RolledBack):
+                steps.setdefault(event.cause, []).append(event.verdict_step)
+        elif isinstance(event, Preempted):
+            times["preempted"] += 1
+    if times:
+        told = [f"{_HAPPENED[cause]}{_times(number)}{_at(steps.get(cause, []))}" for cause, number in times.items()]
+        yield f"What happened: {'; '.join(told)}."
+    rate = next((e.lr_scale for e in reversed(events) if isinstance(e, RolledBack | Continued)), 1.0)
+    if rate != 1:
+        yield f"The rate is at {rate:g} of the configured one."
+    if not times and sum(isinstance(event, SegmentStarted) for event in events) == 1:
+        yield "Nothing interrupted it."
+
+
+def _times(number: int) -> str:
+    return "" if number == 1 else f" {number} times"
+
+
+def _at(steps: Sequence[int]) -> str:
+    if not steps:
+        return ""
+    named = ", ".join(str(step) for step in steps[:6]) + (", ..." if len(steps) > 6 else "")
+    return f" (step{'' if len(steps) == 1 else 's'} {named})"
+
+
+_TOLD_AS: Final = {"queued": "waiting in the queue"}
+
+
+def time_lines(accounting: Accounting) -> Iterator[str]:
+    """Where the time and the node-hours went."""
+    wall = accounting.wall_s
+    if wall <= 0:
+        return
+    parts = [
+        f"{_TOLD_AS.get(kind, kind)} {share(accounting.seconds(kind), wall)} ({duration(accounting.seconds(kind))})"
+        for kind in KINDS
+        if accounting.seconds(kind) > 0
+    ]
+    yield f"Of {duration(wall)}: {', '.join(parts)}."
+    held, trained = accounting.node_s(), accounting.node_s("training")
+    if held > 0:
+        kept = sum(each.kept_node_s for each in accounting.interruptions)
+        yield f"Of {node_hours(held)} allocated, {node_hours(trained)} ({share(trained, held)}) were training."
+        if kept:
+            yield f"Checkpoints saved {node_hours(kept)}, against starting from the first step each time."

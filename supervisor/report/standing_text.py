@@ -1,0 +1,165 @@
+"""Where runs stand, for a person: one line each, or all there is to know about one.  Pure.
+
+A row is what ``supervisor.runs.standing`` answers and ``status --json`` prints.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from supervisor.report.figures import count, duration, local_moment, printable
+from supervisor.run_state import OVER
+
+Row = dict[str, Any]
+
+_FAR_S: Final = 14 * 86400.0
+"""An expected start further away than this is Slurm's way to say that it does not know."""
+_COLUMNS: Final = ("run", "state", "step", "loss", "rate", "rolled back", "")
+_BUDGETS: Final = {"rollbacks_left": "more rollbacks", "attempts_left": "more attempts without progress"}
+
+
+def list_lines(rows: Sequence[Row], now: float) -> list[str]:
+    """One line a run below a head, in columns; ``now`` is UTC seconds."""
+    table = [_COLUMNS, *(_cells(row, now) for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS) - 1)]
+    return [printable("  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip()) for line in table]
+
+
+def _cells(row: Row, now: float) -> tuple[str, ...]:
+    if row["since"] is None:
+        return (row["name"], row["state"], "", "", "", "", _one_line(row["reason"]))
+    return (
+        row["name"],
+        row["state"],
+        _progress(row),
+        "" if row["loss"] is None else f"{row['loss']:.4g}",
+        f"x {row['lr_scale']:g}",
+        str(row["rollbacks"]),
+        _remark(row, now),
+    )
+
+
+def _progress(row: Row) -> str:
+    if row["step"] is None:
+        return "none yet"
+    return f"{row['step']:,}" + (f" of {row['max_steps']:,}" if row["max_steps"] else "")
+
+
+def _remark(row: Row, now: float) -> str:
+    """Where and since when; why it waits and until when; when it will end."""
+    parts = [_place(row), f"for {duration(now - row['since'])}", _waits(row, now), _ends(row, now), _unattended(row)]
+    if row["state"] in OVER:
+        parts = [f"for {duration(now - row['since'])}", row["reason"]]
+    return _one_line(", ".join(part for part in parts if part))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _place(row: Row) -> str:
+    return f"on {' '.join(row['job']['nodes'])}" if row["job"] and row["job"]["nodes"] else ""
+
+
+def _waits(row: Row, now: float) -> str:
+    """Why there is no step at this moment, where that is known."""
+    job = row["job"]
+    if row["state"] == "training":
+        return ""
+    if job is None:
+        return row["reason"] or ""
+    if job["state"] == "RUNNING":
+        return "the worker starts"
+    why = f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
+    return f"job {job['id']} is {job['state']}{why}{_expected(job, now)}"
+
+
+def _expected(job: dict[str, Any], now: float) -> str:
+    starts_at = job["starts_at"]
+    if job["state"] != "PENDING":
+        return ""
+    if starts_at is None or not now < starts_at < now + _FAR_S:
+        return ", Slurm names no start"
+    return f", Slurm expects it to start about {local_moment(starts_at, now)}"
+
+
+def _ends(row: Row, now: float) -> str:
+    return "" if row["eta"] is None else f"done about {local_moment(row['eta'], now)}"
+
+
+def _unattended(row: Row) -> str:
+    holder = row["supervisor"]
+    return "nobody supervises it" if holder is None or holder["alive"] is False else ""
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def detail_lines(row: Row, now: float) -> list[str]:
+    """All there is to know about one run; ``now`` is UTC seconds."""
+    if row["since"] is None:
+        return [printable(f"{row['name']}: {row['state']}"), printable(f"  {row['reason']}")]
+    lines = [_head(row, now)]
+    for label, text in _facts(row, now):
+        lines.append(f"  {label:<12} {_one_line(text)}")
+    return [printable(line) for line in lines]
+
+
+def _head(row: Row, now: float) -> str:
+    share = f" ({100 * row['step'] / row['max_steps']:.0f} %)" if row["step"] and row["max_steps"] else ""
+    step = "no step yet" if row["step"] is None else f"step {_progress(row)}{share}"
+    loss = "" if row["loss"] is None else f", loss {row['loss']:.4g}"
+    scale = "" if row["lr_scale"] == 1 else f", rate x {row['lr_scale']:g}"
+    age = duration(now - row["since"])
+    return f"{row['name']}: {row['state']} for {age}, {step}{loss}{scale}, {count(row['rollbacks'], 'rollback')}"
+
+
+def _facts(row: Row, now: float) -> Iterator[tuple[str, str]]:
+    if row["state"] not in OVER:
+        yield "job", _job(row, now)
+        yield "supervisor", _supervisor(row)
+        if row["eta"] is not None:
+            left = duration(row["eta"] - now)
+            yield "done", f"about {local_moment(row['eta'], now)}, in {left}, if it goes on as it does now"
+    if row["reason"]:
+        yield "last", row["reason"]
+    checkpoints = row.get("checkpoints", [])
+    for number, each in enumerate(reversed(checkpoints)):
+        label = "" if number else "checkpoints"
+        yield label, f"step {each['step']:,}: {each['health']} (attempt {each['attempt']})"
+    if not checkpoints:
+        yield "checkpoints", "none"
+    for number, node in enumerate(row.get("excluded", [])):
+        yield "" if number else "excluded", _excluded(node, now)
+    if "budgets" in row:
+        known = ((name, value) for name, value in row["budgets"].items() if value is not None)
+        yield "budgets", ", ".join(f"{value:,} {_BUDGETS.get(name, name.replace('_', ' '))}" for name, value in known)
+
+
+def _job(row: Row, now: float) -> str:
+    job = row["job"]
+    if job is None:
+        return "none now"
+    text = f"{job['id']} is {job['state']}"
+    text += f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
+    text += f" on {' '.join(job['nodes'])}" if job["nodes"] else ""
+    text += _expected(job, now)
+    if job["state"] == "RUNNING" and job["ends_at"] is not None and job["ends_at"] > now:
+        text += f"; its time limit comes {local_moment(job['ends_at'], now)}"
+    return text
+
+
+def _supervisor(row: Row) -> str:
+    holder = row["supervisor"]
+    if holder is None or holder["alive"] is False:
+        return f"nobody supervises it: higgsfield resume {row['dir']}"
+    return f"process {holder['pid']} on {holder['host']}"
+
+
+def _excluded(node: Any, now: float) -> str:
+    """A node that is avoided: its name, until when, and the evidence, as far as the row says so."""
+    if not isinstance(node, dict):
+        return str(node)
+    until = f" until {local_moment(node['until'], now)}" if node.get("until") else ""
+    evidence = node.get("evidence") or ""
+    told = "; ".join(evidence) if isinstance(evidence, list | tuple) else str(evidence)
+    return f"{node.get('node', '?')}{until}{f': {told}' if told else ''}"

@@ -1,0 +1,111 @@
+"""What a person looks at: the verbs that only read, between the run's files and the pure texts of ``report/``."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from supervisor.journal import Event, SegmentStarted, parse_event, read_journal
+from supervisor.report.accounting import Accounting, account
+from supervisor.report.log_text import closing_summary, entry_lines, log_lines
+from supervisor.report.standing_text import detail_lines, list_lines
+from supervisor.report.texts import WIDTH, is_milestone, is_told
+from supervisor.run_state import replay
+from worker.contract import config as contract_config
+from worker.contract.loss_history import read_history
+from worker.contract.run_dir import RunDir
+
+_LOOK_EVERY_S: Final = 0.5
+
+
+def accounting_of(run_dir: RunDir, events: list[Event]) -> Accounting:
+    """Where the run's time went, by its files as they are now."""
+    nodes = contract_config.read(run_dir.config).cluster.nodes
+    return account(events, read_history(run_dir.history), time.time(), nodes)
+
+
+def columns(out: TextIO) -> int:
+    """How wide a text may be: the terminal's width within reason, else a page's."""
+    return max(60, min(WIDTH, shutil.get_terminal_size().columns)) if out.isatty() else WIDTH
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: TextIO) -> None:
+    """Print rows of ``supervisor.runs.standing``: all runs in columns, one run in detail with its last events."""
+    now = time.time()
+    if not rows:
+        print(f"no runs under {runs.resolve()}; --dir names another folder", file=out)
+    elif not in_detail:
+        print("\n".join(list_lines(rows, now)), file=out)
+    for row in rows if in_detail else []:
+        print("\n".join(detail_lines(row, now)), file=out)
+        for event in filter(is_told, map(parse_event, row.get("events", []))):
+            print("\n".join(f"  {line}" for line in entry_lines(event, None, columns(out))), file=out)
+
+
+# -- log ---------------------------------------------------------------------------------------------------------------
+
+
+def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
+    """Print the whole log from ``since`` on, UTC seconds."""
+    events = read_journal(run_dir.journal)
+    for line in log_lines(events, accounting_of(run_dir, events), since, columns(out)):
+        print(line, file=out)
+
+
+def show_milestones(run_dir: RunDir, out: TextIO) -> None:
+    """Print the rollback log proper, for the end of a run in the foreground."""
+    events = read_journal(run_dir.journal)
+    for event in filter(is_milestone, events):
+        for line in entry_lines(event, None, columns(out)):
+            print(line, file=out)
+    print("\n".join(closing_summary(events, accounting_of(run_dir, events))), file=out)
+
+
+def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Print events as they come, each new start with what it cost, until the run is over; then the summary."""
+    for events, event in _arriving(run_dir, sleep):
+        if event.time < since or not is_told(event):
+            continue
+        cost = None
+        if isinstance(event, SegmentStarted):
+            found = accounting_of(run_dir, events).interruptions
+            cost = next((each for each in found if each.segment == event.segment), None)
+        print("\n".join(entry_lines(event, cost, columns(out))), file=out, flush=True)
+    events = read_journal(run_dir.journal)
+    print("\n".join(["", *closing_summary(events, accounting_of(run_dir, events))]), file=out, flush=True)
+
+
+def _arriving(run_dir: RunDir, sleep: Callable[[float], None]) -> Iterator[tuple[list[Event], Event]]:
+    """Every event with all of the journal at that time, until the run is over."""
+    told = 0
+    while True:
+        events = read_journal(run_dir.journal)
+        yield from ((events, event) for event in events[told:])
+        told = len(events)
+        if replay(events).is_over:
+            return
+        sleep(_LOOK_EVERY_S)
+
+
+def write_journal(
+    run_dir: RunDir, since: float, is_followed: bool, out: Any, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Write the journal's lines unchanged to a binary stream, the whole ones from ``since`` on."""
+    told = 0
+    while True:
+        is_over = replay(read_journal(run_dir.journal)).is_over
+        data = run_dir.journal.read_bytes()[told:]
+        whole = data[: data.rfind(b"\n") + 1]
+        for line in whole.splitlines(keepends=True):
+            if since <= 0 or json.loads(line).get("time", 0.0) >= since:
+                out.write(line)
+        out.flush()
+        told += len(whole)
+        if is_over or not is_followed:
+            return
+        sleep(_LOOK_EVERY_S)

@@ -1,0 +1,116 @@
+"""Every second of a run belongs to one kind, and they add up to the wall time."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from supervisor.journal import Finished, JobSeen, Submitted
+from supervisor.report.accounting import KINDS, Accounting, account
+from tests.report_room.stories import PLAYED, REAL, Slow, Story, healthy, node_failures, one_spike, preemption_storm
+from tests.report_room.stories import recorded as real
+from worker.contract.loss_history import record
+
+
+def assert_adds_up(found: Accounting, story: Story) -> None:
+    assert found.spans[0].begin == story.events[0].time
+    assert all(a.end == b.begin for a, b in pairwise(found.spans))
+    assert sum(found.seconds(kind) for kind in KINDS) == pytest.approx(found.wall_s)
+    by_attempt = {span.attempt for span in found.spans}
+    assert sum(found.seconds(k, a) for k in KINDS for a in by_attempt) == pytest.approx(found.wall_s)
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_the_seconds_of_a_story_add_up_to_its_wall_time(tmp_path: Path, name: str) -> None:
+    story = PLAYED[name](tmp_path).story
+    found = story.accounting()
+    assert_adds_up(found, story)
+    assert found.wall_s == story.events[-1].time - story.events[0].time
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_seconds_of_a_real_run_add_up_to_its_wall_time(name: str) -> None:
+    story = real(name)
+    found = story.accounting()
+    assert_adds_up(found, story)
+    assert found.wall_s == story.events[-1].time - story.events[0].time
+    assert 0 < (found.goodput or 0) < 1
+
+
+def test_a_healthy_run_waits_starts_trains_and_saves(tmp_path: Path) -> None:
+    found = healthy(tmp_path).story.accounting()
+    assert found.seconds("training") == 100 * Slow.step_s
+    assert found.seconds("saving") == pytest.approx(9 * Slow.save_s + 1, abs=2)  # after the last step: until it left
+    assert found.seconds("queued") == pytest.approx(600, abs=10)
+    assert found.seconds("starting") == pytest.approx(Slow.load_s, abs=10)
+    assert found.seconds("repeated") == 0
+    assert found.interruptions == ()
+
+
+def test_steps_that_are_made_again_are_repeated_and_cost_what_they_took(tmp_path: Path) -> None:
+    found = one_spike(tmp_path).story.accounting()
+    assert found.seconds("repeated") == 8 * Slow.step_s
+    assert found.seconds("training") == 100 * Slow.step_s
+    [cost] = found.interruptions
+    assert (cost.attempt, cost.steps_undone) == (2, 8)
+    assert cost.idle_s == pytest.approx(Slow.load_s, abs=10)
+    assert cost.lost_node_s == pytest.approx(cost.idle_s + 8 * Slow.step_s)
+    assert cost.kept_node_s == 30 * Slow.step_s
+
+
+def test_a_requeued_job_waits_in_the_queue_and_holds_no_node_there(tmp_path: Path) -> None:
+    found = preemption_storm(tmp_path).story.accounting()
+    assert found.seconds("queued") == pytest.approx(4 * 1800, abs=60)
+    assert [cost.restart for cost in found.interruptions] == [1, 2, 3, 4]
+    assert all(cost.idle_s > 1800 and cost.lost_node_s < 120 for cost in found.interruptions)
+
+
+def test_node_hours_multiply_by_the_allocation(tmp_path: Path) -> None:
+    found = node_failures(tmp_path).story.accounting()
+    first = [span for span in found.spans if span.attempt == 1 and span.kind in ("training", "repeated")]
+    assert {span.nodes for span in first} == {2}
+    assert found.node_s("queued") == 0
+
+
+def test_of_a_run_that_waits_the_time_goes_on(tmp_path: Path) -> None:
+    stage = Slow(tmp_path)
+    stage.settle()
+    found = stage.story.accounting(now=stage.now + 5000)
+    assert found.seconds("queued") == pytest.approx(5000, abs=10)
+
+
+def test_time_that_is_suspended_within_a_segment_is_lost(tmp_path: Path) -> None:
+    stage = Slow(tmp_path)
+    stage.start_after(5)
+    stage.train(5)
+    story, at = stage.story, stage.now
+    job = JobSeen(job_id="1", state="SUSPENDED", nodes=("n1",), attempt=1)
+    seen = [job.model_copy(update={"time": at + 10}), job.model_copy(update={"state": "RUNNING", "time": at + 70})]
+    late = record(segment=1, attempt=1, restart=0, step=6, epoch=0.0, time=at + 80, loss=2.0, lr=1.0)
+    found = Story([*story.events, *seen], [*story.records, late]).accounting()
+    assert found.seconds("lost") - story.accounting(now=at).seconds("lost") == 60
+    assert found.seconds("training") == 5 * Slow.step_s + 20
+
+
+def test_a_run_whose_worker_started_while_nobody_looked_adds_up(tmp_path: Path) -> None:
+    """The supervisor was dead: the history has steps from before the journal says that the job runs."""
+    story = one_spike(tmp_path).story
+    events = [e.model_copy(update={"time": e.time + (900 if isinstance(e, JobSeen) else 0)}) for e in story.events]
+    found = Story(events, story.records).accounting()
+    assert found.seconds("training") == 100 * Slow.step_s
+    assert sum(found.seconds(kind) for kind in KINDS) == pytest.approx(found.wall_s)
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=3, max_size=12), st.floats(-500, 500))
+def test_clocks_that_disagree_lose_no_second(times: list[float], skew: float) -> None:
+    made = [Submitted(name="n", job_id="1", time=times[0]), JobSeen(job_id="1", state="RUNNING", time=times[1])]
+    end = Finished(final_step=9, time=max(times) + 1)
+    rows = [
+        record(segment=n // 3, attempt=1, restart=0, step=n, epoch=0.0, time=t + skew, loss=1.0, lr=1.0, step_s=1.0)
+        for n, t in enumerate(times[2:])
+    ]
+    found = account([*made, end], rows, 0.0, 1)
+    assert sum(span.seconds for span in found.spans) == pytest.approx(found.wall_s)
+    assert all(span.seconds > 0 for span in found.spans)

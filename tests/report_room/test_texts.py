@@ -1,0 +1,261 @@
+"""What a person reads: the log of every story as it was read and found right, and what no text may ever do."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from supervisor.journal import Event, EventBase, JobSeen, RolledBack, RunCreated
+from supervisor.report.figures import duration, local_moment, node_hours, share, size
+from supervisor.report.log_text import SinceError, closing_summary, log_lines, since_time
+from supervisor.report.standing_text import detail_lines, list_lines
+from supervisor.report.texts import batches_text, event_lines, is_told, lay_out, word_of
+from supervisor.runs import standing
+from supervisor.views import follow_log, write_journal
+from tests.report_room.snapshots import assert_told
+from tests.report_room.stories import PLAYED, REAL, Slow, Story, healthy, long_records, one_spike, recorded
+from tests.supervisor_room.stage import BEGIN
+from worker.contract.exit_report import Outcome
+from worker.contract.loss_history import BatchPosition
+
+pytestmark = pytest.mark.usefixtures("berlin")
+
+
+def told(story: Story) -> str:
+    return "\n".join(log_lines(story.events, story.accounting())) + "\n"
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_the_log_of_a_story(tmp_path: Path, name: str) -> None:
+    assert_told(f"log-{name}", told(PLAYED[name](tmp_path).story))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_log_of_a_real_run(name: str) -> None:
+    assert_told(f"log-{name}", told(recorded(name)))
+
+
+def test_every_kind_of_event_has_a_line_even_one_that_nobody_thought_of() -> None:
+    class MoonRose(EventBase):
+        event: str = "MoonRose"
+
+    assert word_of(MoonRose()) == "moon rose"  # type: ignore[arg-type]
+    [line] = event_lines(MoonRose(reason="it is full", time=BEGIN))  # type: ignore[arg-type]
+    assert line == "2023-11-14 23:13:20 CET  moon rose     it is full"
+    assert len({word_of(kind.model_construct()) for kind in get_args(Event)}) == len(get_args(Event))
+
+
+def test_no_file_can_paint_the_terminal_or_forge_a_line() -> None:
+    evil = "\x1b[2J\nFINISHED all is well"
+    event = JobSeen(job_id="1", state="PENDING", why=evil, nodes=(evil,))
+    for line in event_lines(event):
+        assert line.isprintable()
+    row = standing_row(reason=evil, name=evil)
+    assert all(line.isprintable() for line in [*list_lines([row], BEGIN), *detail_lines(row, BEGIN)])
+
+
+def test_a_log_is_as_wide_as_it_is_asked_to_be(tmp_path: Path) -> None:
+    story = one_spike(tmp_path).story
+    lines = [line for event in story.events if is_told(event) for line in lay_out(event, "17:40  ", None, 80)]
+    assert max(map(len, lines)) <= 80
+
+
+def test_since_is_a_time_ago_or_a_moment_here() -> None:
+    now = 1_700_000_000.0  # 14 November 2023, 23:13:20 in Berlin
+    assert since_time("2h", now) == now - 7200
+    assert since_time("1.5d", now) == now - 1.5 * 86400
+    assert since_time("22:13:20", now) == since_time("2023-11-14 22:13:20", now) == now - 3600
+    assert since_time("9:00", now) == since_time("2023-11-14 09:00", now)
+    for nonsense in ("yesterday", "2x", "", "25:00"):
+        with pytest.raises(SinceError, match=r"give 2h, 30min, 1d"):
+            since_time(nonsense, now)
+
+
+def test_since_leaves_earlier_events_out_and_keeps_the_summary(tmp_path: Path) -> None:
+    story = one_spike(tmp_path).story
+    rolled = next(event for event in story.events if isinstance(event, RolledBack))
+    lines = list(log_lines(story.events, story.accounting(), rolled.time + 0.5))
+    assert "VERDICT" not in "\n".join(lines)
+    assert "is the first of segment 2" in lines[1]
+    assert any(line.startswith("Finished at step 100") for line in lines)
+
+
+def test_a_log_that_is_followed_tells_each_event_once_and_ends_with_the_run(tmp_path: Path) -> None:
+    stage = Slow(tmp_path)
+    stage.start_after(5)
+    out, pauses = io.StringIO(), 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses == 1:
+            stage.train(100)
+            stage.settle()
+        else:
+            stage.leave(Outcome.DONE)
+            stage.settle()
+
+    follow_log(stage.run_dir, 0.0, out, sleep)
+    text = out.getvalue()
+    assert text.count("FINISHED") == text.count("is the first of segment 1") == 1
+    assert "Finished at step 100" in text
+    raw = io.BytesIO()
+    write_journal(stage.run_dir, 0.0, True, raw, sleep)
+    assert raw.getvalue() == stage.run_dir.journal.read_bytes()
+    raw = io.BytesIO()
+    last = json.loads(stage.run_dir.journal.read_bytes().splitlines()[-1])
+    write_journal(stage.run_dir, last["time"], False, raw)
+    told_late = [json.loads(line)["event"] for line in raw.getvalue().splitlines()]
+    assert told_late == ["RunCreated", "WorkerLeft", "Finished"]  # the Stage's clock is not the one that made the run
+
+
+def test_the_summary_of_twenty_thousand_steps_is_quick_and_short() -> None:
+    records = long_records()
+    events: list[Event] = [RunCreated(run_id="r", config_digest="", versions={}, time=records[0].time - 60)]
+    summary = closing_summary(events, Story(events, records).accounting(now=records[-1].time))
+    assert summary[0] == "Under way for 2 h 48 min so far: 0 attempts, 0 rollbacks, 100 steps repeated."
+    assert len(summary) < 6
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+def standing_row(**changes: Any) -> dict[str, Any]:
+    job = {"id": "4711", "state": "RUNNING", "why": "", "nodes": ["n1", "n2"], "starts_at": None, "ends_at": None}
+    row: dict[str, Any] = {
+        "name": "qwen", "dir": "/runs/qwen", "state": "training", "step": 6720, "max_steps": 20000, "loss": 1.1342,
+        "lr_scale": 0.5, "rollbacks": 2, "attempt": 3, "job": job, "since": BEGIN - 12000, "eta": BEGIN + 30000,
+        "supervisor": {"host": "login1", "pid": 12, "alive": True}, "reason": "checkpoint-6500 is healthy",
+    }  # fmt: skip
+    return row | changes
+
+
+def test_status_tells_each_run_on_one_line() -> None:
+    waiting = {
+        "id": "9",
+        "state": "PENDING",
+        "why": "Priority",
+        "nodes": [],
+        "starts_at": BEGIN + 7200,
+        "ends_at": None,
+    }
+    unknown = waiting | {"why": "QOSMaxJobsPerUserLimit", "starts_at": BEGIN + 400 * 86400}
+    over = {"eta": None, "job": None, "supervisor": None}
+    rows = [
+        standing_row(),
+        standing_row(
+            name="a-rather-long-name", state="queued", job=waiting, step=None, loss=None, eta=None, lr_scale=1.0
+        ),
+        standing_row(name="b", state="recovering", job=unknown, eta=None),
+        standing_row(name="c", state="starting", eta=None, supervisor=None),
+        standing_row(name="d", state="finished", step=20000, reason="all 20000 steps are done", **over),
+        standing_row(name="e", state="gave_up", reason="3 rollbacks brought no new healthy checkpoint", **over),
+        standing_row(name="f", state="unreadable", since=None, reason="rollback_log.jsonl: line 3: not JSON", **over),
+    ]
+    lines = list_lines(rows, BEGIN)
+    assert len(lines) == 1 + len(rows)
+    assert_told("status-list", "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("name", ["one_spike", "node_failures", "three_rollbacks_and_give_up"])
+def test_status_of_one_run(tmp_path: Path, name: str) -> None:
+    stage = PLAYED[name](tmp_path)
+    row = standing(stage.run_dir, in_detail=True) | {"dir": "/runs/r"}
+    assert_told(f"status-{name}", "\n".join(detail_lines(row, stage.now + 60)) + "\n")
+
+
+def test_status_of_a_run_under_way_and_of_one_that_waits(tmp_path: Path) -> None:
+    details = {
+        "checkpoints": [{"step": 6500, "health": "healthy", "attempt": 3}],
+        "excluded": [{"node": "n7", "until": BEGIN + 86400, "evidence": ["it failed twice", "no answer"]}],
+        "budgets": {"rollbacks_left": 4, "attempts_left": 9, "gpu_hours_left": 12.5, "none": None},
+        "events": [],
+    }
+    lines = detail_lines(standing_row() | details, BEGIN)
+    waiting = {
+        "id": "9",
+        "state": "PENDING",
+        "why": "Priority",
+        "nodes": [],
+        "starts_at": BEGIN + 7200,
+        "ends_at": None,
+    }
+    lines += detail_lines(standing_row(state="queued", job=waiting, eta=None) | details, BEGIN)
+    alone = {"host": "h", "pid": 1, "alive": False}
+    lines += detail_lines(standing_row(job=None, supervisor=alone) | details, BEGIN)
+    assert_told("status-details", "\n".join(lines) + "\n")
+
+
+def test_the_estimate_is_the_pace_of_the_last_steps(tmp_path: Path) -> None:
+    stage = Slow(tmp_path)
+    stage.start_after(5)
+    stage.train(49)
+    stage.wait(7200)  # its supervisor was away: what the journal says about the beginning is late
+    stage.settle()
+    row = standing(stage.run_dir, in_detail=False)
+    per_step = Slow.step_s + 4 * Slow.save_s / 48
+    assert row["eta"] == pytest.approx(stage.story.records[-1].time + 51 * per_step)
+
+
+def test_when_slurm_expects_a_start_is_told_again_when_it_moves_by_much(tmp_path: Path) -> None:
+    from slurm.job import JobState
+
+    stage = Slow(tmp_path)
+    stage.settle()
+    for at in (5000.0, 5600.0, 9000.0, None):
+        stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="Priority", starts_at=at)
+        stage.settle()
+    seen = [event.starts_at for event in stage.events if isinstance(event, JobSeen)]
+    assert seen == [None, 5000.0, 9000.0]
+    assert standing(stage.run_dir, in_detail=False)["job"]["starts_at"] == 9000.0
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0 s"),
+        (0.42, "0.4 s"),
+        (42.4, "42 s"),
+        (59.7, "1 min"),
+        (420, "7 min"),
+        (12000, "3 h 20 min"),
+        (187200, "2 d 4 h"),
+        (7205, "2 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_sizes_shares_and_node_hours() -> None:
+    assert [size(n) for n in (812, 1400, 112e9, 999.6e6)] == ["812 B", "1.4 kB", "112 GB", "1 GB"]
+    assert [share(a, 100) for a in (0, 0.4, 50, 99.9, 100)] == ["0 %", "under 1 %", "50 %", "over 99 %", "100 %"]
+    shown = [node_hours(s) for s in (0, 12, 3600, 11520, 3600 * 1234)]
+    assert shown == ["0 node-hours", "12 node-seconds", "1 node-hour", "3.2 node-hours", "1,234 node-hours"]
+
+
+def test_a_moment_of_another_day_has_its_day() -> None:
+    assert local_moment(BEGIN, BEGIN) == "23:13 CET"
+    assert local_moment(BEGIN + 86400, BEGIN) == "Wed 15 Nov 23:13 CET"
+    summer = time.mktime((2026, 7, 1, 12, 0, 0, 0, 0, -1))
+    assert local_moment(summer, summer) == "12:00 CEST"
+
+
+def test_batches_are_told_as_runs() -> None:
+    spots = [(0, 7), (0, 8), (0, 9), (1, 0), (1, 5)]
+    assert batches_text(tuple(BatchPosition(epoch=e, batch=b) for e, b in spots)) == (
+        "epoch 0, batches 7-9; epoch 1, batch 0; epoch 1, batch 5"
+    )
+
+
+def test_a_healthy_run_says_that_nothing_interrupted_it(tmp_path: Path) -> None:
+    story = healthy(tmp_path).story
+    assert "Nothing interrupted it." in closing_summary(story.events, story.accounting())
