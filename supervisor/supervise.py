@@ -8,10 +8,12 @@ from typing import TextIO
 
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.actions import SupervisedRun
+from supervisor.audience import Audience
 from supervisor.decision import Wait
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import Lease, take_lease
 from supervisor.report.screen import Screen
+from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
 from supervisor.watch import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks, Watched, one_pass, seconds_between_passes, watch
 from worker.contract import config as contract_config
@@ -40,6 +42,7 @@ def supervise(run_dir: RunDir, out: TextIO, *, is_asked: bool = False, job_id: s
         watch([watched], time.sleep, looks, seconds_between_passes(run_dir))
         return run.state
     finally:
+        watched.ears.close(watched.run.state)
         lease.give_up()
 
 
@@ -54,6 +57,7 @@ def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
             looks.look([watched])
         return watched.run.state
     finally:
+        watched.ears.close(watched.run.state)
         lease.give_up()
 
 
@@ -76,11 +80,11 @@ def _begin(run_dir: RunDir, out: TextIO, job_id: str | None) -> tuple[Watched, J
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
     mend_journal(run_dir.journal)
-    screen = Screen(out, config.run.name, config.training.max_steps)
+    audience = Audience(Screen(out, config.run.name, config.training.max_steps), (TensorBoard(run_dir),))
     started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
     state = read_state(run_dir)
-    run = SupervisedRun(config, run_dir, scheduler, lease, time.time, screen.event, state, started)
-    return Watched(run, screen), _looks(scheduler, run_dir), lease
+    run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, started)
+    return Watched(run, audience), _looks(scheduler, run_dir), lease
 
 
 def _looks(scheduler: Scheduler, run_dir: RunDir) -> JobLooks:

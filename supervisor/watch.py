@@ -42,6 +42,10 @@ class Ears(Protocol):
         """Something that will be tried again."""
         ...
 
+    def close(self, run: RunState) -> None:
+        """This supervisor leaves the run, over or not."""
+        ...
+
 
 @dataclass
 class Watched:

@@ -161,7 +161,8 @@ def _where(where: str) -> str:
 
 def _of_rollback(event: RolledBack) -> Iterator[Detail]:
     yield "seen", _seen(event)
-    yield "believed", _belief(event)
+    if not event.skip_batches and event.accept_level is None:  # else the policy's own words say it best
+        yield "believed", _BELIEFS.get(event.cause, _ANY_BELIEF).format(onset=event.onset_step)
     yield "done", _done(event)
     if event.reason:
         yield "because", event.reason
@@ -184,14 +185,7 @@ _BELIEFS: Final = {
     "refused": "that checkpoint does not restore what it holds; an older one may",
     "rollback": "a person knows better",
 }
-
-
-def _belief(event: RolledBack) -> str:
-    if event.accept_level is not None:
-        return f"this level ({event.accept_level:.4g}) came again, flat and finite: it is taken for the new one"
-    if event.skip_batches:
-        return f"the data: it came again at the same batches ({batches_text(event.batches)})"
-    return _BELIEFS.get(event.cause, "the state from before step {onset} is sound").format(onset=event.onset_step)
+_ANY_BELIEF: Final = "the state from before step {onset} is sound"
 
 
 def _done(event: RolledBack) -> str:

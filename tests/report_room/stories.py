@@ -1,6 +1,8 @@
 """Histories for texts and pages: played on the Stage with a clock that passes, or recorded from real runs.
 
-A recorded one is `recorded/NAME.json.gz`: journal and history of a real run, as its files were.
+A recorded one is `recorded/NAME.json.gz`: journal and history of a run as its files were. Texts are compared on
+recorded ones only, so that a policy which says something else does not change what a text is compared with.
+`python -m tests.report_room.stories FOLDER` plays all stories in a folder and records them anew.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -182,20 +185,23 @@ PLAYED: dict[str, Callable[[Path], Slow]] = {
     each.__name__: each
     for each in (healthy, one_spike, three_rollbacks_and_give_up, preemption_storm, node_failures, refused)
 }
-REAL = sorted(path.name.removesuffix(".json.gz") for path in RECORDED.glob("*.json.gz"))
+RECORDINGS = sorted(path.name.removesuffix(".json.gz") for path in RECORDED.glob("*.json.gz"))
+REAL = [name for name in RECORDINGS if name not in PLAYED]
 
 
 def recorded(name: str) -> Story:
-    """A real run's story."""
+    """A recorded run's story."""
     files: dict[str, Any] = json.loads(gzip.decompress((RECORDED / f"{name}.json.gz").read_bytes()))
     events = [parse_event(json.loads(line)) for line in files["journal"].splitlines()]
     return Story(events, [Record.model_validate(row) for row in json.loads(files["history"])])
 
 
 def keep(run_dir: RunDir, name: str) -> None:
-    """Record a real run: what `recorded` gives back."""
-    files = {"journal": run_dir.journal.read_text(), "history": run_dir.history.read_text()}
-    RECORDED.mkdir(exist_ok=True)
+    """Record a run: what `recorded` gives back."""
+    files = {
+        "journal": run_dir.journal.read_text(),
+        "history": run_dir.history.read_text() if run_dir.history.exists() else "[]",
+    }
     (RECORDED / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(files).encode(), mtime=0))
 
 
@@ -235,3 +241,11 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     time.tzset()
+
+
+if __name__ == "__main__":
+    for name, play in PLAYED.items():
+        stage = play(Path(sys.argv[1]) / name)
+        created, *rest = stage.run_dir.journal.read_text().splitlines(keepends=True)
+        stage.run_dir.journal.write_text("".join([json.dumps(json.loads(created) | {"time": BEGIN}) + "\n", *rest]))
+        keep(stage.run_dir, name)

@@ -104,6 +104,10 @@ class RunDir:
         return self.path / "attempts"
 
     @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
     def jobs(self) -> Path:
         return self.path / "jobs"
 

@@ -1,0 +1,181 @@
+"""The run's curves for TensorBoard, written while the run goes on: each segment, the surviving curve, every rollback.
+
+``tensorboard/survived`` holds the curve that counts: where steps come again, a start marker tells readers to drop what
+they had of them.  ``tensorboard/segment-0001`` and so on hold each start of the trainer as it was, abandoned branches
+too.  ``tensorboard/rollback-001`` and so on hold a dot on the loss chart at the verdict's step, and the log's text.
+
+What was written is counted in the files themselves, so a supervisor that takes over goes on where the last one stopped.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from supervisor.journal import Continued, Event, Plan, RolledBack, VerdictSeen, read_journal
+from supervisor.observation import Observation
+from supervisor.report import tfevents
+from supervisor.report.texts import details_of, text_of
+from supervisor.run_state import RunState
+from worker.contract.directive import Directive, scale_at
+from worker.contract.files import UnusableFileError
+from worker.contract.loss_history import HistoryReader, Record, Verdict
+from worker.contract.run_dir import RunDir
+
+WRITE_EVERY_S: Final = 5.0
+_FILE: Final = "events.out.tfevents.0000000001.higgsfield"
+_VERDICTS: Final[dict[Verdict, int]] = {
+    "ok": 0, "skipped": 1, "pending": 2, "suspect": 3, "divergence": 4, "spike": 5, "nonfinite": 6,
+}  # fmt: skip
+_SCALARS: Final = {
+    "loss": "loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad_norm",
+    "loss_scale": "loss_scale",
+    "tokens_per_s": "tokens_per_s",
+    "step_s": "step_s",
+    "eval_loss": "eval_loss",
+    "ema_eval_loss": "ema_eval_loss",
+}
+"""Tag and the record's field; a field that is null because it was not finite is written as what it was."""
+
+
+class TensorBoard:
+    """Appends what is new since the last time; a failure leaves nothing that the next time does not mend."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._written_at = float("-inf")
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._reader = HistoryReader(self._run_dir.history)
+        self._written: dict[Path, int] = {}
+        self._passed: Counter[Path] = Counter()
+        self._last: Record | None = None
+
+    def event(self, event: Event) -> None:
+        """Events are read from the journal, together with the records."""
+
+    def progress(self, run: RunState, seen: Observation) -> None:
+        """Write what is new, every few seconds at most."""
+        if time.monotonic() - self._written_at >= WRITE_EVERY_S:
+            self.write()
+
+    def close(self, run: RunState) -> None:
+        """Write the rest."""
+        self.write()
+
+    def write(self) -> None:
+        """Bring the files up to date; OSError or UnusableFileError where that cannot be."""
+        self._written_at = time.monotonic()
+        try:
+            records = self._reader.new_records()
+            if records:
+                events = read_journal(self._run_dir.journal)
+                self._write_records(records, _plans(events))
+                self._write_rollbacks(events)
+        except (OSError, UnusableFileError):
+            self._begin_anew()
+            raise
+
+    def _write_records(self, records: Sequence[Record], plans: dict[int, Plan]) -> None:
+        pending: dict[Path, list[bytes]] = {}
+        for record in records:
+            values = scalars(record, plans.get(record.attempt))
+            event = tfevents.scalars_event(record.time, record.step, values)
+            comes_again = self._last is not None and record.step <= self._last.step
+            mark = tfevents.start_event(record.time, record.step) if comes_again else b""
+            self._last = record
+            self._add(pending, self._file(f"segment-{record.segment:04d}"), event)
+            self._add(pending, self._file("survived"), mark + event)
+        for path, parts in pending.items():
+            _append(path, b"".join(parts), records[0].time)
+
+    def _write_rollbacks(self, events: Sequence[Event]) -> None:
+        rollbacks = [event for event in events if isinstance(event, RolledBack)]
+        verdicts = {e.attempt: e for e in events if isinstance(e, VerdictSeen)}
+        for number, rolled in enumerate(rollbacks, 1):
+            path = self._file(f"rollback-{number:03d}")
+            pending: dict[Path, list[bytes]] = {}
+            self._passed[path] = 0
+            for event in rollback_events(rolled, verdicts.get(rolled.attempt - 1)):
+                self._add(pending, path, event)
+            for part in pending.values():
+                _append(path, b"".join(part), rolled.time)
+
+    def _file(self, run: str) -> Path:
+        return self._run_dir.tensorboard / run / _FILE
+
+    def _add(self, pending: dict[Path, list[bytes]], path: Path, event: bytes) -> None:
+        """Keep an event for a file, unless the file has it already."""
+        if path not in self._written:
+            self._written[path] = _mend_and_count(path)
+        self._passed[path] += 1
+        if self._passed[path] > self._written[path]:
+            pending.setdefault(path, []).append(event)
+            self._written[path] = self._passed[path]
+
+
+def scalars(record: Record, plan: Plan | None) -> dict[str, float]:
+    """What one step shows, by tag."""
+    found = {}
+    for tag, field in _SCALARS.items():
+        value = getattr(record, field)
+        if value is None and field in record.nonfinite:
+            value = float(record.nonfinite[field])
+        if value is not None:
+            found[tag] = float(value)
+    if plan is not None:
+        found["rate_scale"] = _scale(plan, record)
+    return found | {"verdict": float(_VERDICTS[record.verdict])}
+
+
+def _scale(plan: Plan, record: Record) -> float:
+    published = Directive(
+        attempt=record.attempt, cause=plan.cause, reason="", time=0.0, lr_scale=plan.lr_scale, lr_ramp=plan.lr_ramp
+    )
+    return scale_at(published, record.step)
+
+
+def rollback_events(rolled: RolledBack, verdict: VerdictSeen | None) -> list[bytes]:
+    """A dot on the loss chart where it was given up, and the words of the log."""
+    known = [verdict.loss, verdict.level] if verdict is not None else []
+    loss = next((value for value in known if value is not None), 0.0)
+    lines = [f"**{text_of(rolled)}**", *(f"- {label}: {text}" for label, text in details_of(rolled))]
+    return [
+        tfevents.scalars_event(rolled.time, rolled.verdict_step, {"loss": loss}),
+        tfevents.text_event(rolled.time, rolled.verdict_step, "rollback", "\n".join(lines)),
+    ]
+
+
+def _plans(events: Sequence[Event]) -> dict[int, Plan]:
+    return {event.attempt: event for event in events if isinstance(event, RolledBack | Continued)}
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _mend_and_count(path: Path) -> int:
+    """How many events with values the file holds; a torn one at its end is cut off."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    end = count = 0
+    for end, event in tfevents.whole_events(data):  # noqa: B007 - the last end is where the file is cut
+        count += tfevents.kind_of(event) == "summary"
+    if end != len(data):
+        os.truncate(path, end)
+    return count
+
+
+def _append(path: Path, data: bytes, time: float) -> None:
+    """Add events to a file that begins with a version and, for readers that count starts, a first start."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        if file.tell() == 0:
+            data = tfevents.version_event(time) + tfevents.start_event(time, 0) + data
+        file.write(data)
