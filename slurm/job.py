@@ -121,6 +121,31 @@ class JobStatus:
     cluster: str | None = None
     source: str = ""
     """Who said so: squeue, scontrol, sacct or local."""
+    limit_s: float | None = None
+    """Its time limit as it is now; None where it has none, or none is known."""
+    preempted_at: float | None = None
+    """When a preemption of it began, whether it still runs in its grace time or not."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One look at one node."""
+
+    name: str
+    state: str
+    """Slurm's word, without the marks behind it: idle, allocated, draining, down, ..."""
+    why: str = ""
+    """The administrator's or Slurm's reason; empty when there is none."""
+
+    @property
+    def is_down(self) -> bool:
+        """Slurm has given it up: nothing that runs there counts any more."""
+        return self.state in {"down", "error", "fail", "failing", "powered_down"}
+
+    @property
+    def is_draining(self) -> bool:
+        """Nothing new starts there; what runs goes on."""
+        return self.state in {"draining", "drained", "drng", "drain"}
 
 
 @dataclass(frozen=True)
@@ -132,6 +157,11 @@ class Reservation:
     ends_at: float | None
     nodes: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+
+    @property
+    def is_maintenance(self) -> bool:
+        """Whether the nodes go away for a while, for everybody."""
+        return "MAINT" in self.flags
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurm import commands, local_record, processes
 from slurm.commands import SchedulerError
-from slurm.job import JobRequest, JobState, JobStatus, RequestError, Reservation
+from slurm.job import JobRequest, JobState, JobStatus, Node, RequestError, Reservation
 from slurm.local_record import Record
 
 KILL_WAIT_S = 10.0
@@ -48,6 +48,10 @@ class LocalScheduler:
         """What is known of each job; one without a record is absent."""
         found = ((folder, local_record.read(folder, job_id)) for job_id in job_ids for folder in self._folders)
         return {record.job_id: self._status(folder, record) for folder, record in found if record}
+
+    def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
+        """None: whoever asks runs on the only one."""
+        return {}
 
     def cancel(self, job_id: str) -> None:
         """SIGTERM now, SIGKILL after `kill_wait_s`; at once, if the job has lost its controller."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from slurm.job import JobState, JobStatus, Reservation
+from slurm.job import JobState, JobStatus, Node, Reservation
 
 # Slurm's words beside those that are ours as well.
 _WORDS = {
@@ -132,7 +132,10 @@ def wait_status(text: str) -> int | None:
 
 SEPARATOR = "|"
 _WIDTH = {"jobid": 64, "reason": 256, "nodelist": 4096, "name": 256}
-_SQUEUE_FIELDS = ("jobid", "state", "reason", "nodelist", "starttime", "endtime", "restartcnt", "exit_code", "name")
+_SQUEUE_FIELDS = (
+    *("jobid", "state", "reason", "nodelist", "starttime", "endtime", "restartcnt", "exit_code"),
+    *("timelimit", "preempttime", "name"),
+)
 SQUEUE_FORMAT = ",".join(f"{name}:{_WIDTH.get(name, 32)}{SEPARATOR}" for name in _SQUEUE_FIELDS)
 """The argument of squeue's --Format that `squeue` reads. The name comes last: other jobs' names may hold anything."""
 
@@ -157,6 +160,8 @@ def _squeue_row(line: str, cluster: str | None) -> JobStatus:
         row["restartcnt"],
         wait_status(row["exit_code"]),
         cluster,
+        row["timelimit"],
+        row["preempttime"],
     )
 
 
@@ -171,6 +176,8 @@ def _status(
     restarts: str,
     code: int | None,
     cluster: str | None,
+    limit: str = "",
+    preempted: str = "",
 ) -> JobStatus:
     known = state(word, reason)
     why = "" if reason in {"None", "(null)"} else reason
@@ -183,6 +190,8 @@ def _status(
             restarts=int(restarts) if restarts.isdecimal() else 0,
             starts_at=moment(times[0]),
             ends_at=moment(times[1]),
+            limit_s=duration_s(limit),
+            preempted_at=moment(preempted),
             exit_code=code if known.is_over else None,
         )
     except ParseError as error:
@@ -215,6 +224,8 @@ def scontrol_job(answer: str, cluster: str | None = None) -> JobStatus | None:
         row.get("Restarts", ""),
         exit_code(row.get("ExitCode", "")),
         cluster,
+        row.get("TimeLimit", ""),
+        row.get("PreemptTime", ""),
     )
 
 
@@ -237,6 +248,22 @@ def sacct(answer: str, cluster: str | None = None) -> dict[str, JobStatus]:
             found[job_id] = _status(
                 "sacct", job_id, name, word, "", node_list, (start, end), "", exit_code(code), cluster
             )
+    return found
+
+
+NODE_FORMAT = "%N|%T|%E"
+_NODE_MARKS = "*~#!%$@^-+"
+
+
+def node_states(answer: str) -> dict[str, Node]:
+    """The nodes of an answer to `sinfo --Node --format=NODE_FORMAT`; one that is in several partitions counts once."""
+    found = {}
+    for line in answer.splitlines():
+        name, separator, rest = line.partition("|")
+        word, _, why = rest.partition("|")
+        if separator:
+            why = "" if why.strip().lower() == "none" else why.strip()
+            found[name.strip()] = Node(name.strip(), word.strip().rstrip(_NODE_MARKS), why)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from slurm import commands, parsing
 from slurm.commands import SchedulerError
-from slurm.job import JobRequest, JobStatus, Reservation
+from slurm.job import JobRequest, JobStatus, Node, Reservation
 from slurm.local import LocalScheduler
 
 __all__ = ["LocalScheduler", "Scheduler", "SchedulerError", "SlurmScheduler", "choose", "slurm_is_configured"]
@@ -29,6 +29,10 @@ class Scheduler(Protocol):
 
     def look(self, job_ids: Collection[str]) -> Mapping[str, JobStatus]:
         """One query for all of them; an id that is absent from the answer is not known any more."""
+        ...
+
+    def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
+        """How these nodes are, by name; one that is absent from the answer is not known."""
         ...
 
     def cancel(self, job_id: str) -> None:
@@ -100,6 +104,19 @@ class SlurmScheduler:
         queued = {job.job_id: job for job in self._queue()} if job_ids else {}
         looks = {job_id: queued.get(job_id) or self._detail(job_id) for job_id in job_ids}
         return {job_id: status for job_id, status in looks.items() if status}
+
+    def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
+        """From one sinfo for all of them."""
+        if not names:
+            return {}
+        argv = [
+            "sinfo",
+            "--noheader",
+            "--Node",
+            f"--format={parsing.NODE_FORMAT}",
+            f"--nodes={','.join(sorted(names))}",
+        ]
+        return parsing.node_states(commands.query([*argv, *self._where()]))
 
     def _queue(self, *arguments: str) -> list[JobStatus]:
         # Never by id: one that is purged makes squeue fail as an outage does.

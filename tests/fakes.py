@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from slurm.commands import SchedulerError
-from slurm.job import JobRequest, JobState, JobStatus, Reservation
+from slurm.job import JobRequest, JobState, JobStatus, Node, Reservation
 
 
 class FakeScheduler:
@@ -21,7 +21,8 @@ class FakeScheduler:
         self.jobs: dict[str, JobStatus] = {}
         self.requests: dict[str, JobRequest] = {}
         self.calls: list[tuple[str, str]] = []
-        self.nodes = ("n1",)
+        self.node_names = ("n1",)
+        self.node_states: dict[str, Node] = {}
         self.known_reservations: list[Reservation] = []
         self.cancellers: dict[str, str] = {}
         self._failures: dict[str, list[bool]] = {}
@@ -61,6 +62,10 @@ class FakeScheduler:
     def look(self, job_ids: Collection[str]) -> Mapping[str, JobStatus]:
         self._finish(self._begin("look", ",".join(job_ids)))
         return {job_id: self.jobs[job_id] for job_id in job_ids if job_id in self.jobs}
+
+    def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
+        self._finish(self._begin("nodes", ",".join(sorted(names))))
+        return {name: self.node_states[name] for name in names if name in self.node_states}
 
     def cancel(self, job_id: str) -> None:
         failing = self._begin("cancel", job_id)
@@ -111,7 +116,7 @@ class FakeScheduler:
 
     def test_only(self, job: JobRequest) -> str:
         self._finish(self._begin("test_only", job.name))
-        if len(set(self.nodes) - set(job.exclude_nodes)) < job.resources.nodes:
+        if len(set(self.node_names) - set(job.exclude_nodes)) < job.resources.nodes:
             raise SchedulerError("sbatch: error: Requested node configuration is not available", ["sbatch"])
         return f"{job.name} would start at once"
 

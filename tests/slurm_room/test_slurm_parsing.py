@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm import parsing
+from slurm import parsing, reasons
 from slurm.job import JobState, JobStatus, Reservation
 
 
@@ -152,7 +152,7 @@ def test_steps(job_id: str) -> None:
 @pytest.mark.parametrize("job_id", ["12", "93+1", "123456_[9201-10000%500]", "ID_[60-89,91-94]", "56502501_[1%1]"])
 def test_job_ids_are_text_and_no_steps(job_id: str) -> None:
     assert not parsing.is_step(job_id)
-    row = f"{job_id}|PENDING|Priority||N/A|N/A|0|0|a name|"
+    row = f"{job_id}|PENDING|Priority||N/A|N/A|0|0|30:00|N/A|a name|"
     assert parsing.squeue(row)[0].job_id == job_id
 
 
@@ -166,15 +166,26 @@ def squeue_row(**changes: str) -> str:
         "end": "1700000600",
         "restarts": "1",
         "code": "0",
+        "limit": "1-00:00:00",
+        "preempted": "N/A",
         "name": "hf-00112233",
     }
     return "|".join(value.ljust(20) for value in {**fields, **changes}.values()) + "|"
 
 
 def test_squeue() -> None:
-    assert parsing.squeue(squeue_row() + "\n") == [
-        JobStatus("12", "hf-00112233", JobState.RUNNING, "", ("n1", "n2"), 1, 1.7e9, 1.7e9 + 600, source="squeue")
-    ]
+    (job,) = parsing.squeue(squeue_row() + "\n")
+    assert (job.job_id, job.name, job.state, job.why, job.nodes) == (
+        *("12", "hf-00112233", JobState.RUNNING, ""),
+        ("n1", "n2"),
+    )
+    assert (job.restarts, job.starts_at, job.ends_at, job.limit_s) == (1, 1.7e9, 1.7e9 + 600, 86400)
+    assert (job.source, job.preempted_at) == ("squeue", None)
+
+
+def test_squeue_tells_of_a_preemption_and_of_no_limit() -> None:
+    (job,) = parsing.squeue(squeue_row(preempted="1700000300", limit="UNLIMITED"))
+    assert (job.preempted_at, job.limit_s) == (1.7e9 + 300, None)
 
 
 def test_squeue_on_a_queue_of_nothing() -> None:
@@ -253,3 +264,51 @@ def test_reservations() -> None:
         Reservation("maint", 1.7e9, 1.7e9 + 3600, ("n1", "n2"), ("MAINT", "SPEC_NODES"))
     ]
     assert parsing.reservations("No reservations in the system\n") == []
+
+
+def test_nodes_that_are_down_or_drain() -> None:
+    answer = (
+        "n1|down*|Not responding\nn2|draining|kernel: update, at noon|x\nn3|idle|none\nn3|idle|none\n"
+        "n4|allocated~|none\nn5|drained*|d\nn6|idle*|none\n"
+    )
+    nodes = parsing.node_states(answer)
+    assert [name for name, node in nodes.items() if node.is_down] == ["n1"]
+    assert [name for name, node in nodes.items() if node.is_draining] == ["n2", "n5"]
+    assert (nodes["n2"].why, nodes["n3"].why) == ("kernel: update, at noon|x", "")
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("QOSMaxJobsPerUserLimit", "no more jobs at once"),
+        ("QOSMaxSubmitJobPerUserLimit", "submit no more jobs"),
+        ("AssocGrpCpuLimit", "the account's jobs together"),
+        ("QOSGrpNodeLimit", "everybody's jobs in this QOS"),
+        ("PartitionNodeLimit", "will never start"),
+        ("BadConstraints", "cluster.constraint"),
+        ("Dependency", "an earlier job of this run"),
+        ("DependencyNeverSatisfied", "never start"),
+        ("ReqNodeNotAvail, Reserved for maintenance", "kept free for a maintenance"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "down, drained or reserved"),
+        ("JobHeldAdmin", "an administrator holds it"),
+        ("JobHeldUser", "held by its owner"),
+        ("launch failed requeued held", "launch failed on a node"),
+        ("launch_failed_requeued_held", "launch failed on a node"),
+        ("SomethingNew", "Slurm gives this reason"),
+    ],
+)
+def test_what_keeps_a_job_from_starting_is_said_in_words(why: str, words: str) -> None:
+    job = JobStatus("1", "hf", parsing.state("PENDING", why), why)
+    assert words in reasons.explain(job)
+
+
+def test_a_hold_is_told_from_a_failed_launch_and_a_maintenance_from_a_busy_cluster() -> None:
+    def job(why: str) -> JobStatus:
+        return JobStatus("1", "hf", parsing.state("PENDING", why), why)
+
+    assert reasons.is_held_by_failed_launch(job("launch failed requeued held"))
+    assert not reasons.is_held_by_failed_launch(job("JobHeldUser"))
+    assert reasons.waits_for_maintenance(job("ReqNodeNotAvail, Reserved for maintenance"))
+    assert not reasons.waits_for_maintenance(job("Resources"))
+    assert reasons.explain(JobStatus("1", "hf", JobState.RUNNING, "None")) == ""
+    assert reasons.explain(JobStatus("1", "hf", JobState.SUSPENDED, "")) != ""

@@ -23,7 +23,7 @@ ECC = ErrorDetail(type="AcceleratorError", message="CUDA error: uncorrectable EC
 def stage(tmp_path: Path) -> Stage:
     """A cluster of four nodes; jobs land on n1 as long as they may."""
     stage = Stage(tmp_path, recovery={"max_submissions_per_hour": 3, "max_attempts_without_progress": 4})
-    stage.scheduler.nodes = ("n1", "n2", "n3", "n4")
+    stage.scheduler.node_names = ("n1", "n2", "n3", "n4")
     return stage
 
 
@@ -37,7 +37,9 @@ def excluded(stage: Stage) -> list[NodeExcluded]:
 
 def dies_at_once(stage: Stage) -> None:
     """The job fails within seconds and leaves no report, on the first node that it may have."""
-    free = [node for node in stage.scheduler.nodes if node not in stage.scheduler.requests[stage.job_id].exclude_nodes]
+    free = [
+        node for node in stage.scheduler.node_names if node not in stage.scheduler.requests[stage.job_id].exclude_nodes
+    ]
     stage.scheduler.set_state(stage.job_id, JobState.RUNNING, nodes=(free[0],))
     stage.settle()
     stage.scheduler.set_state(stage.job_id, JobState.FAILED, nodes=(free[0],))
@@ -58,7 +60,7 @@ def test_a_black_hole_of_a_node_does_not_eat_the_budget(stage: Stage) -> None:
 
 
 def test_three_exclusions_without_progress_are_not_the_nodes(stage: Stage) -> None:
-    stage.scheduler.nodes = tuple(f"n{number}" for number in range(1, 100))
+    stage.scheduler.node_names = tuple(f"n{number}" for number in range(1, 100))
     stage.settle()
     for _ in range(40):
         stage.now += HOUR_S
@@ -72,7 +74,7 @@ def test_three_exclusions_without_progress_are_not_the_nodes(stage: Stage) -> No
 
 
 def test_a_node_is_kept_when_the_request_would_not_fit_without_it(stage: Stage) -> None:
-    stage.scheduler.nodes = ("n1",)
+    stage.scheduler.node_names = ("n1",)
     stage.settle()
     dies_at_once(stage)
     dies_at_once(stage)
@@ -86,7 +88,7 @@ def test_an_exclusion_that_does_not_fit_any_more_is_given_up_oldest_first(stage:
     stage.settle()
     for _ in range(4):
         dies_at_once(stage)
-    stage.scheduler.nodes = ("n1", "n2")  # the others went away meanwhile
+    stage.scheduler.node_names = ("n1", "n2")  # the others went away meanwhile
     stage.scheduler.set_state(stage.job_id, JobState.TIMEOUT)
     stage.now += HOUR_S
     stage.settle()
