@@ -103,6 +103,14 @@ def duration_s(text: str) -> float | None:
     return float(((int(found["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+def duration_text(seconds: float) -> str:
+    """A time limit as Slurm writes it: `1-02:30:00`, `00:03:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{f'{days}-' if days else ''}{hours:02}:{minutes:02}:{rest:02}"
+
+
 def moment(text: str) -> float | None:
     """Seconds since the epoch, or None for `N/A`, `Unknown` and their like."""
     if text.strip().upper() in _NO_TIME:

@@ -66,7 +66,12 @@ def explain(job: JobStatus) -> str:
 
 def is_held_by_failed_launch(job: JobStatus) -> bool:
     """Held because a node could not start it: its owner may release it, nobody asked for the hold."""
-    return job.state is JobState.HELD and _FAILED_LAUNCH.search(job.why) is not None
+    return job.state is JobState.HELD and names_failed_launch(job.why)
+
+
+def names_failed_launch(why: str) -> bool:
+    """Whether a reason says that a node could not start the job."""
+    return _FAILED_LAUNCH.search(why) is not None
 
 
 def waits_for_maintenance(job: JobStatus) -> bool:

@@ -17,6 +17,7 @@ from supervisor.decision import (
     AskToStop,
     Begin,
     Cancel,
+    ChangeJob,
     Decision,
     EndStopped,
     Exclude,
@@ -37,6 +38,7 @@ from supervisor.journal import (
     Event,
     Finished,
     GaveUp,
+    JobChanged,
     Journal,
     NodeExcluded,
     Plan,
@@ -99,12 +101,15 @@ def carry_out(run: SupervisedRun, decision: Decision) -> None:
             run.record(decision.plan, attempt=run.state.attempt + 1)
             _begin_attempt(run, decision.plan)
         case Submit():
-            run.record(SubmitIntended(name=run.state.job_name, reason=decision.reason))
+            intent = SubmitIntended(name=run.state.job_name, warning_s=decision.warning_s, reason=decision.reason)
+            run.record(intent)
             _submit(run)
         case Cancel():
             _cancel(run, decision.job_id, decision.reason)
         case StartNow():
             _start_now(run, decision)
+        case ChangeJob():
+            _change(run, decision)
         case Exclude():
             _exclude(run, decision)
         case AskToStop():
@@ -229,7 +234,9 @@ def _submit(run: SupervisedRun) -> None:
 
 
 def _request(run: SupervisedRun, exclude: Collection[str]) -> JobRequest:
-    return worker_request(run.config, run.run_dir, run.state.job_name, run.state.attempt, exclude)
+    intent = run.state.open_intent
+    warning = intent.warning_s if isinstance(intent, SubmitIntended) else None
+    return worker_request(run.config, run.run_dir, run.state.job_name, run.state.attempt, exclude, warning)
 
 
 def _exclude(run: SupervisedRun, decision: Exclude) -> None:
@@ -253,6 +260,38 @@ def _start_now(run: SupervisedRun, decision: StartNow) -> None:
     restarts = run.state.job.restarts if run.state.job is not None else 0
     if run.state.start_moved != (decision.job_id, restarts):
         run.record(StartMoved(job_id=decision.job_id, reason=decision.reason))
+
+
+def _change(run: SupervisedRun, decision: ChangeJob) -> None:
+    """Change a job in the queue; what the scheduler does not allow is an event too, and is not tried again."""
+    error = None
+    try:
+        _apply_change(run, decision)
+    except SchedulerError as refusal:
+        if not refusal.answered:
+            raise
+        error = str(refusal)
+    reason = decision.reason if error is None else f"not changed ({error}): {decision.reason}"
+    changed = JobChanged(
+        job_id=decision.job_id, what=decision.what, old=decision.old, new=decision.new, error=error, reason=reason
+    )
+    run.record(changed)
+
+
+def _apply_change(run: SupervisedRun, decision: ChangeJob) -> None:
+    match decision.what:
+        case "released":
+            run.scheduler.release(decision.job_id)
+        case "exclude":
+            nodes = (decision.new or "").split(",")
+            if not fits(run.scheduler, _request(run, nodes)):
+                raise SchedulerError("the request would not fit without it", ["test_only"])
+            own = run.config.cluster.exclude  # the scheduler keeps one list, and the person's own is in it
+            run.scheduler.change(decision.job_id, exclude_nodes=[*([own] if own else []), *nodes])
+        case "time_limit":
+            run.scheduler.change(decision.job_id, time_limit=decision.new)
+        case "partition" | "qos":
+            run.scheduler.change(decision.job_id, partition=decision.partition, qos=decision.qos)
 
 
 # -- endings -----------------------------------------------------------------------------------------------------------

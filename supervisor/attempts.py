@@ -1,16 +1,18 @@
 """The next attempt of a run: from which checkpoint, at which rate, in which job.  Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurm.job import JobState
 from supervisor.decision import Begin, Cancel, Decision, GiveUp, Wait
 from supervisor.journal import AttemptDecided, Cost, Where
 from supervisor.observation import Observation
 from supervisor.run_state import MAY_COME_BACK, RunState
-from worker.contract.config import CheckpointConfig, RecoveryConfig
+from worker.contract.config import CheckpointConfig, ClusterConfig, RecoveryConfig
 from worker.contract.directive import Cause
 from worker.contract.manifest import Manifest
 from worker.contract.run_dir import checkpoint_name
+
+_QUEUED = (JobState.PENDING, JobState.HELD, JobState.CONFIGURING, JobState.REQUEUED)
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Rules:
 
     recovery: RecoveryConfig
     checkpoint: CheckpointConfig
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 def run_scale(run: RunState) -> float:
@@ -51,12 +54,14 @@ def _where(run: RunState, seen: Observation, rules: Rules) -> Where:
     """The same job while it waits in the queue or its agents wait in it, and relaunching there is not exhausted."""
     if job_is_over(run, seen, rules) or run.job_id in run.cancelled_by_us:
         return "new_job"
-    if seen.job is not None and seen.job.state in (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED):
+    if seen.job is not None and seen.job.state in _QUEUED:
         return "requeued"
     if seen.job is not None and seen.job.state not in (JobState.RUNNING, JobState.SUSPENDED):
         return "new_job"
     if seen.job is not None and run.excluded(seen.now).keys() & set(seen.job.nodes):
         return "new_job"  # a node that was struck often is in this allocation
+    if lost_nodes(run, seen):
+        return "new_job"  # nobody could start the ranks there again
     return "same_allocation" if run.relaunches_in_job < rules.recovery.relaunches_in_allocation else "new_job"
 
 
@@ -78,6 +83,11 @@ def job_is_over(run: RunState, seen: Observation, rules: Rules) -> bool:
     if seen.job is None or seen.job.state in MAY_COME_BACK:
         return run.job is not None and seen.now - run.job.time >= rules.recovery.absent_grace_s
     return seen.job.state.is_over
+
+
+def lost_nodes(run: RunState, seen: Observation) -> list[str]:
+    """Nodes of the job's newest start that Slurm has given up, whether the job goes on without them or not."""
+    return sorted(name for name in run.memory.ran_on if name in seen.nodes and seen.nodes[name].is_down)
 
 
 def plan_attempt(

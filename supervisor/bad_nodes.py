@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from slurm.job import JobState, JobStatus
+from supervisor.attempts import lost_nodes
 from supervisor.decision import Exclude
 from supervisor.journal import NodeStruck
 from supervisor.observation import Observation
@@ -37,6 +38,9 @@ def _evidence(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:
         found = _of_report(report)
         if found is not None and report.attempt == run.attempt:
             yield report.host, found
+    if run.has_live_job:
+        for name in lost_nodes(run, seen):
+            yield name, f"Slurm gave it up under job {run.job_id}: {seen.nodes[name].why or seen.nodes[name].state}"
     if seen.job is not None and seen.job.job_id == run.job_id and not seen.reports:
         yield from _of_job(run, seen.job)
 

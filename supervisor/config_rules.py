@@ -7,7 +7,7 @@ from slurm.job import OWN_OPTIONS, RequestError
 from slurm.parsing import ParseError, duration_s
 from supervisor.config_findings import Place, Problem
 from supervisor.job_request import supervisor_request, worker_request
-from worker.contract.config import Config
+from worker.contract.config import ClusterConfig, Config
 from worker.contract.owned_fields import refused_fields
 from worker.contract.run_dir import RunDir, is_run_name
 
@@ -116,12 +116,28 @@ def _cluster(config: Config) -> Iterator[Problem]:
         yield Problem(("cluster", "nodes"), message, "write 1, or set cluster.kind to slurm")
     yield from _time_limit(("cluster", "time_limit"), cluster.time_limit)
     yield from _time_limit(("supervisor", "time_limit"), config.supervisor.time_limit)
+    yield from _waiting(cluster)
     for option in cluster.sbatch:
         place = ("cluster", "sbatch", option)
         if option in OWN_OPTIONS:
             yield Problem(place, "the supervisor decides this option", "leave it out")
         elif option in _KEY_OF_OPTION:
             yield Problem(place, "this option has a key of its own", f"set cluster.{_KEY_OF_OPTION[option]}")
+
+
+def _waiting(cluster: ClusterConfig) -> Iterator[Problem]:
+    """What is done about a job that does not start."""
+    place = ("cluster", "min_time")
+    problems = list(_time_limit(place, cluster.min_time))
+    yield from problems
+    if cluster.min_time is not None and not problems and not list(_time_limit(place, cluster.time_limit)):
+        shortest_s, full_s = duration_s(cluster.min_time), duration_s(cluster.time_limit)
+        if shortest_s is None or (full_s is not None and shortest_s > full_s):
+            message = f"{cluster.min_time} is more than the time limit of {cluster.time_limit}"
+            yield Problem(place, message, "make it shorter than cluster.time_limit")
+    for number, way in enumerate(cluster.fallback):
+        if way.partition is None and way.qos is None:
+            yield Problem(("cluster", "fallback", str(number)), "it leads nowhere", "give a partition, a qos, or both")
 
 
 def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:

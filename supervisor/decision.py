@@ -1,6 +1,7 @@
 """The decisions that there are: frozen values, each with its reason."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from supervisor.journal import AttemptDecided
 
@@ -20,6 +21,8 @@ class Begin:
 @dataclass(frozen=True)
 class Submit:
     reason: str
+    warning_s: int | None = None
+    """How many seconds ahead of its time limit the worker is to be told."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,19 @@ class Cancel:
 class StartNow:
     job_id: str
     reason: str
+
+
+@dataclass(frozen=True)
+class ChangeJob:
+    """Change one thing about a job in the queue; ``old`` and ``new`` are for a person."""
+
+    job_id: str
+    what: Literal["time_limit", "exclude", "partition", "qos", "released"]
+    reason: str
+    old: str | None = None
+    new: str | None = None
+    partition: str | None = None
+    qos: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,4 +87,4 @@ class GiveUp:
     error: str | None = None
 
 
-Decision = Wait | Begin | Submit | Cancel | StartNow | Exclude | AskToStop | Finish | EndStopped | GiveUp
+Decision = Wait | Begin | Submit | Cancel | StartNow | ChangeJob | Exclude | AskToStop | Finish | EndStopped | GiveUp

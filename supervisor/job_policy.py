@@ -4,9 +4,11 @@ import math
 from typing import Final
 
 from slurm.job import JobState
-from supervisor.attempts import Rules, continue_run, job_is_over
-from supervisor.decision import Cancel, Decision, GiveUp, StartNow, Submit, Wait
+from supervisor.attempts import Rules, continue_run, job_is_over, lost_nodes
+from supervisor.decision import Cancel, Decision, GiveUp, Submit, Wait
+from supervisor.job_request import warning_s
 from supervisor.observation import Observation
+from supervisor.queue_policy import follow_queue
 from supervisor.run_state import RunState
 from worker.contract.config import RecoveryConfig
 from worker.contract.directive import Cause
@@ -30,15 +32,34 @@ def follow_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
     if job_is_over(run, seen, rules):
         return _after_the_job(run, seen, rules)
     if waits_after_requeue(rules.recovery) and run.job is not None and run.job.restarts > run.restarts_at_begin:
-        return continue_run(run, seen, rules, "preempted", "the job was put back into the queue")
+        return continue_run(run, seen, rules, *_cause_of_requeue(run, seen))
     job = seen.job
     if job is None:
         return Wait("the scheduler does not answer" if seen.look_error else "the scheduler does not show the job")
-    if job.state is JobState.PENDING and job.restarts > 0 and job.why == "BeginTime":
-        return StartNow(job.job_id, "it was requeued; its start need not wait")
+    if job.state in (JobState.PENDING, JobState.HELD):
+        return follow_queue(run, seen, rules, job)
+    lost = lost_nodes(run, seen)
+    if job.state is JobState.RUNNING and lost:
+        return continue_run(run, seen, rules, "node_failed", f"the job runs on without {', '.join(lost)}")
     if _is_unclaimed(run, seen):
         return Cancel(job.job_id, f"nobody in it took up attempt {run.attempt} for {CLAIM_WAIT_S:.0f} s")
-    return Wait(job.why if job.state is JobState.PENDING else "the job runs")
+    return Wait("the job runs")
+
+
+def _cause_of_requeue(run: RunState, seen: Observation) -> tuple[Cause, str]:
+    """Why Slurm put the job back into the queue."""
+    lost = lost_nodes(run, seen)
+    if lost:
+        return "node_failed", f"{_with_reasons(lost, seen)}; the job was put back into the queue"
+    if run.memory.draining:
+        return "drained", f"{', '.join(sorted(run.memory.draining))} drains; the job was put back into the queue"
+    return "preempted", "the job was put back into the queue"
+
+
+def _with_reasons(nodes: list[str], seen: Observation) -> str:
+    return ", ".join(
+        f"{name} is {seen.nodes[name].state} ({seen.nodes[name].why or 'no reason given'})" for name in nodes
+    )
 
 
 def _is_unclaimed(run: RunState, seen: Observation) -> bool:
@@ -56,7 +77,10 @@ def _submit(run: RunState, seen: Observation, rules: Rules) -> Decision:
     if run.failed_submissions >= _MAX_FAILED_SUBMISSIONS:
         return GiveUp(f"{run.failed_submissions} submissions in a row were refused", error=run.reason)
     wait = why_not_submitted(run, seen.now, rules.recovery)
-    return Wait(wait) if wait is not None else Submit(f"attempt {run.attempt} needs a job")
+    if wait is not None:
+        return Wait(wait)
+    warning = warning_s(rules.cluster.time_limit, seen.save_s)
+    return Submit(f"attempt {run.attempt} needs a job", None if seen.save_s is None else warning)
 
 
 def why_not_submitted(run: RunState, now: float, recovery: RecoveryConfig) -> str | None:
@@ -73,7 +97,7 @@ def why_not_submitted(run: RunState, now: float, recovery: RecoveryConfig) -> st
 
 def _after_the_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
     """The job is over: why, and what follows."""
-    cause, reason = _cause_of_end(run, seen.job.state if seen.job is not None else None)
+    cause, reason = _cause_of_end(run, seen)
     if cause == "out_of_memory":
         return after_out_of_memory(run, seen, rules, reason)
     return continue_run(run, seen, rules, cause, reason)
@@ -95,10 +119,16 @@ _CAUSE_OF_STATE: Final[dict[JobState, Cause]] = {
 }
 
 
-def _cause_of_end(run: RunState, state: JobState | None) -> tuple[Cause, str]:
+def _cause_of_end(run: RunState, seen: Observation) -> tuple[Cause, str]:
+    state = seen.job.state if seen.job is not None else None
     what = run.left.error.what if run.left is not None and run.left.error is not None else None
+    lost = lost_nodes(run, seen)
+    if lost:
+        return "node_failed", _with_reasons(lost, seen)
     if what == "time_limit":
         return "time_limit", "the time limit came"
+    if run.memory.draining and what in (None, "preempted"):
+        return "drained", f"{', '.join(sorted(run.memory.draining))} drains, and the job there ended"
     if what == "preempted":
         return "preempted", "the job was preempted and did not come back"
     if state is not None and state in _CAUSE_OF_STATE:

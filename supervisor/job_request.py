@@ -1,5 +1,6 @@
 """What is submitted for a run: the worker's job and the supervisor's own, from the configuration."""
 
+import math
 from collections.abc import Collection
 from typing import Final
 
@@ -12,9 +13,17 @@ _WARNING_S: Final = 120
 
 
 def worker_request(
-    config: Config, run_dir: RunDir, name: str, attempt: int, exclude: Collection[str] = ()
+    config: Config,
+    run_dir: RunDir,
+    name: str,
+    attempt: int,
+    exclude: Collection[str] = (),
+    warning: int | None = None,
 ) -> JobRequest:
-    """The job that trains: one agent a task. RequestError where a value cannot stand in a batch script."""
+    """The job that trains: one agent a task. RequestError where a value cannot stand in a batch script.
+
+    ``warning``: seconds ahead of the time limit, where they are known better than before the first save.
+    """
     return JobRequest(
         name=name,
         entry="worker.agent:main",
@@ -23,14 +32,19 @@ def worker_request(
         resources=_worker_resources(config.cluster),
         exclude_nodes=tuple(sorted(exclude)),
         comment=f"a{attempt:04d}",
-        signal=f"USR2@{warning_s(config.cluster.time_limit)}",
+        signal=f"USR2@{warning or warning_s(config.cluster.time_limit)}",
     )
 
 
-def warning_s(time_limit: str) -> int:
-    """How many seconds before its time limit a worker is told to save: two minutes, at most a third of the limit."""
+def warning_s(time_limit: str, save_s: float | None = None) -> int:
+    """How many seconds before its time limit a worker is told to save.
+
+    Twice ``save_s``, the longest save and step of late, plus a minute; two minutes while that is not known; never more
+    than a third of the limit.
+    """
+    wanted_s = _WARNING_S if save_s is None else 2 * math.ceil(save_s) + 60
     limit_s = duration_s(time_limit)
-    return _WARNING_S if limit_s is None else max(1, min(_WARNING_S, int(limit_s / 3)))
+    return wanted_s if limit_s is None else max(1, min(wanted_s, int(limit_s / 3)))
 
 
 def supervisor_request(config: Config, run_dir: RunDir, name: str) -> JobRequest:

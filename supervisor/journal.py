@@ -96,6 +96,8 @@ class Continued(Plan):
 class SubmitIntended(EventBase):
     event: Literal["SubmitIntended"] = "SubmitIntended"
     name: str
+    warning_s: int | None = None
+    """How many seconds ahead of its time limit the worker is to be told; None = not learned yet."""
 
 
 class Submitted(EventBase):
@@ -126,6 +128,24 @@ class Cancelled(EventBase):
 class StartMoved(EventBase):
     event: Literal["StartMoved"] = "StartMoved"
     job_id: str
+
+
+class JobChanged(EventBase):
+    """A job in the queue was changed, or the scheduler did not allow it."""
+
+    event: Literal["JobChanged"] = "JobChanged"
+    job_id: str
+    what: Literal["time_limit", "exclude", "partition", "qos", "released"]
+    old: str | None = None
+    new: str | None = None
+    error: str | None = None
+    """What the scheduler said; None = it is changed."""
+
+
+class DrainSeen(EventBase):
+    event: Literal["DrainSeen"] = "DrainSeen"
+    job_id: str
+    nodes: tuple[str, ...]
 
 
 class JobSeen(EventBase):
@@ -243,6 +263,8 @@ Event = (
     | CancelIntended
     | Cancelled
     | StartMoved
+    | JobChanged
+    | DrainSeen
     | JobSeen
     | SegmentStarted
     | VerdictSeen

@@ -1,14 +1,19 @@
 """Look once: the job, new history records, complete checkpoints, exit reports, a person's request."""
 
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Final, Literal
 
-from slurm.job import JobState, JobStatus
+from slurm import reasons
+from slurm.job import JobState, JobStatus, Node, Reservation
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.batches import Stretch, extend, trained_on
 from supervisor.journal import (
+    DrainSeen,
     Event,
     JobSeen,
     Preempted,
@@ -58,6 +63,11 @@ class Observation:
     manifests: Sequence[Manifest] = ()
     """Complete checkpoints, ascending by step."""
     request: Request | None = None
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    """The job's nodes, and those of its last start while it waits for the next; what is absent is not known."""
+    reservations: Sequence[Reservation] = ()
+    save_s: float | None = None
+    """The longest of the last saves with the step before it; None before the first."""
 
     @property
     def last(self) -> Record | None:
@@ -74,6 +84,7 @@ class Observer:
         self._branch: list[Record] = []
         self._trail: list[Stretch] = []
         self._manifests: dict[tuple[int, int], Manifest] = {}
+        self._saves_s: deque[float] = deque(maxlen=5)
 
     def look(self, run: RunState, now: float, job: JobStatus | None, look_error: str | None) -> Observation:
         """Everything there is to see of the run, beside the job status that was asked for all runs at once."""
@@ -89,6 +100,7 @@ class Observer:
             trail=tuple(self._trail),
             manifests=self._complete(),
             request=read_request(self.run_dir.request),
+            save_s=max(self._saves_s, default=None),
         )
 
     def _read_history(self) -> list[Record]:
@@ -103,6 +115,8 @@ class Observer:
         for record in new:
             if record.start is not None:
                 started.append(record)
+            if record.save_s is not None:
+                self._saves_s.append(record.save_s + (record.step_s or 0.0))
             self._add(record)
         return started
 
@@ -176,6 +190,7 @@ def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event
     if seen.request is not None and run.stop_by is None:
         yield StopRequested(by=seen.request.by, reason=f"{seen.request.by} asked for a stop")
     yield from _job_news(run, seen)
+    yield from _drain_news(run, seen)
     yield from _history_news(run, seen)
     yield from _worker_news(run, seen)
     healthy = [m.step for m in seen.manifests if health(m, seen.branch, healthy_after) is Health.HEALTHY]
@@ -192,8 +207,10 @@ def _job_news(run: RunState, seen: Observation) -> Iterator[Event]:
         return
     is_back = job.restarts > (told.restarts if told else 0)
     is_told = run.preempted == (job.job_id, job.restarts)
-    was_preempted = run.left is not None and run.left.error is not None and run.left.error.what == "preempted"
-    if is_back and was_preempted and not is_told:
+    left_word = run.left.error.what if run.left is not None and run.left.error is not None else None
+    # Slurm keeps the time of an earlier preemption through later starts of the job.
+    was_cut_short = job.preempted_at is not None and job.preempted_at >= run.memory.ran_since
+    if is_back and not is_told and (left_word == "preempted" or was_cut_short):
         yield Preempted(job_id=job.job_id, restart=job.restarts, reason="preempted; its job waits to start again")
     new = JobSeen(
         job_id=job.job_id,
@@ -203,6 +220,7 @@ def _job_news(run: RunState, seen: Observation) -> Iterator[Event]:
         restarts=job.restarts,
         starts_at=job.starts_at,
         ends_at=job.ends_at,
+        reason=_waits_because(job, seen),
     )
     if told is None or _facts(told) != _facts(new) or _estimate_moved(told, new):
         yield new
@@ -213,6 +231,35 @@ def _estimate_moved(told: JobSeen, new: JobSeen) -> bool:
     if new.state != JobState.PENDING.value or new.starts_at is None:
         return False
     return told.starts_at is None or abs(new.starts_at - told.starts_at) > _ESTIMATE_MOVED_S
+
+
+def _drain_news(run: RunState, seen: Observation) -> Iterator[Event]:
+    """Nodes that an administrator drains under the job, each once a job."""
+    if seen.job is None or seen.job.state is not JobState.RUNNING:
+        return
+    found = [seen.nodes[name] for name in seen.job.nodes if name in seen.nodes and seen.nodes[name].is_draining]
+    new = [node for node in found if node.name not in run.memory.draining]
+    if new:
+        told = ", ".join(f"{node.name} drains{f' ({node.why})' if node.why else ''}" for node in new)
+        reason = f"{told}: training goes on there until the job ends, the next one starts elsewhere"
+        yield DrainSeen(job_id=seen.job.job_id, nodes=tuple(node.name for node in new), reason=reason)
+
+
+def _waits_because(job: JobStatus, seen: Observation) -> str:
+    """Why a job does not run, for a person; empty where it does."""
+    why = reasons.explain(job)
+    if not why:
+        return ""
+    kept = [each for each in seen.reservations if each.starts_at is not None and (each.ends_at or math.inf) > seen.now]
+    if reasons.waits_for_maintenance(job) and kept:
+        first = min(kept, key=lambda each: each.starts_at or 0.0)
+        ends = f" and ends {_moment(first.ends_at)}, after which it can start" if first.ends_at else ""
+        return f"job {job.job_id} waits: {why}: {first.name} begins {_moment(first.starts_at or 0.0)}{ends}"
+    return f"job {job.job_id} waits: {why} ({job.why})" if job.why else f"job {job.job_id} waits: {why}"
+
+
+def _moment(time: float) -> str:
+    return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
 
 
 def _absence(run: RunState, seen: Observation) -> Iterator[Event]:

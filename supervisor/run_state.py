@@ -1,10 +1,11 @@
 """Where a run stands: the fold of its journal.  Pure."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from slurm.job import JobState
+from supervisor.job_memory import JobMemory, remember
 from supervisor.journal import (
     AttemptDecided,
     CancelIntended,
@@ -75,6 +76,8 @@ class RunState:
     job_since: float = 0.0
     """When that job was submitted, or adopted."""
     job: JobSeen | None = None
+    memory: JobMemory = field(default_factory=JobMemory)
+    """What else is remembered of that job."""
     segment: int | None = None
     segment_started: SegmentStarted | None = None
     has_stepped: bool = False
@@ -154,7 +157,7 @@ def replay(events: Iterable[Event]) -> RunState:
 
 def apply(run: RunState, event: Event) -> RunState:
     """The state after one more event."""
-    after = _apply(run, event)
+    after = replace(_apply(run, event), memory=remember(run.memory, event))
     if after.state != run.state:
         after = replace(after, since=event.time)
     return replace(after, reason=event.reason) if event.reason else after

@@ -10,12 +10,13 @@ from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.actions import SupervisedRun
 from supervisor.audience import Audience
 from supervisor.decision import Wait
+from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import Lease, take_lease
 from supervisor.report.screen import Screen
 from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
-from supervisor.watch import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks, Watched, one_pass, seconds_between_passes, watch
+from supervisor.watch import Watched, one_pass, seconds_between_passes, watch
 from worker.contract import config as contract_config
 from worker.contract.run_dir import RunDir
 
@@ -52,9 +53,9 @@ def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
         return read_state(run_dir)
     watched, looks, lease = _begin(run_dir, out, None)
     try:
-        looks.look([watched])
+        looks.look([watched.run])
         while not isinstance(one_pass(watched, looks, [watched]), Wait) and not watched.run.state.is_over:
-            looks.look([watched])
+            looks.look([watched.run])
         return watched.run.state
     finally:
         watched.ears.close(watched.run.state)

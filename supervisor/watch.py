@@ -1,19 +1,18 @@
 """The loop: observe, decide, act, sleep; for one run or for many with one scheduler query for all."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from slurm.job import JobStatus
-from slurm.scheduler import Scheduler, SchedulerError
+from slurm.scheduler import SchedulerError
 from supervisor.actions import SupervisedRun, carry_out, finish_open_intent
 from supervisor.attempts import Rules
 from supervisor.bad_nodes import strikes
 from supervisor.decision import Decision, Wait
+from supervisor.job_looks import JobLooks
 from supervisor.journal import LookFailed, LookRecovered
-from supervisor.observation import Observation, Observer, look_up, news
+from supervisor.observation import Observation, Observer, news
 from supervisor.policy import decide
 from supervisor.run_state import RunState
 from worker.contract.files import UnusableFileError
@@ -21,10 +20,6 @@ from worker.contract.run_dir import RunDir
 
 LOCAL_PASS_S: Final = 0.3
 REMOTE_PASS_S: Final = 2.0
-QUIET_LOOK_S: Final = 30.0
-"""Between looks at the scheduler while everything trains."""
-BUSY_LOOK_S: Final = 2.0
-"""Between looks while something is about to change."""
 _NETWORK_FILESYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "fuse.ceph", "fuse.sshfs", "9p", "afs"}
     | {"pvfs2", "orangefs", "wekafs", "panfs"}
@@ -58,44 +53,13 @@ class Watched:
 
     def __post_init__(self) -> None:
         self.observer = Observer(self.run.run_dir)
-        self.rules = Rules(self.run.config.recovery, self.run.config.checkpoint)
-
-
-class JobLooks:
-    """Job statuses of all runs, asked for with one query, as seldom as the runs allow."""
-
-    def __init__(self, scheduler: Scheduler, quiet_s: float, busy_s: float) -> None:
-        self._scheduler = scheduler
-        self._quiet_s = quiet_s
-        self._busy_s = busy_s
-        self._looked_at = float("-inf")
-        self.asked: frozenset[str] = frozenset()
-        self.found: Mapping[str, JobStatus] = {}
-        self.error: str | None = None
-
-    def look_if_due(self, runs: Sequence[Watched]) -> None:
-        """Look again when the last look is old enough for what is going on."""
-        is_busy = any(_is_about_to_change(each.run) for each in runs)
-        if time.monotonic() - self._looked_at >= (self._busy_s if is_busy else self._quiet_s):
-            self.look(runs)
-
-    def look(self, runs: Sequence[Watched]) -> None:
-        """Ask the scheduler now."""
-        ids = [each.run.state.job_id for each in runs if each.run.state.job_id is not None]
-        self.found, self.error = look_up(self._scheduler, ids)
-        self.asked = frozenset(ids)
-        self._looked_at = time.monotonic()
-
-
-def _is_about_to_change(run: SupervisedRun) -> bool:
-    state = run.state
-    return state.state != "training" or state.left is not None or state.verdict is not None
+        self.rules = Rules(self.run.config.recovery, self.run.config.checkpoint, self.run.config.cluster)
 
 
 def watch(runs: Sequence[Watched], sleep: Callable[[float], None], looks: JobLooks, pass_s: float) -> None:
     """Supervise until every run is over; LostError when one of them belongs to another supervisor by now."""
     while remaining := [each for each in runs if not each.run.state.is_over]:
-        looks.look_if_due(remaining)
+        looks.look_if_due([each.run for each in remaining])
         for each in remaining:
             one_pass(each, looks, remaining)
         if not all(each.run.state.is_over for each in runs):
@@ -110,10 +74,10 @@ def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> 
         if run.state.open_intent is not None:
             finish_open_intent(run)
         if run.state.job_id is not None and run.state.job_id not in looks.asked:
-            looks.look(together)
+            looks.look([each.run for each in together])
         decision, seen = _look_and_decide(watched, looks)
         if not isinstance(decision, Wait) and run.state.job_id is not None:
-            looks.look(together)  # act on what is, not on what was seen a while ago
+            looks.look([each.run for each in together])  # act on what is, not on what was seen a while ago
             decision, seen = _look_and_decide(watched, looks)
         carry_out(run, decision)
         watched.ears.progress(run.state, seen)
@@ -138,6 +102,7 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     if job is not None and job.name != run.state.job_name:
         job = None  # a controller that lost its memory gives an id out again
     seen = watched.observer.look(run.state, run.clock(), job, looks.error)
+    seen = replace(seen, nodes=looks.nodes, reservations=looks.reservations)
     _note_silence(run, seen)
     for event in news(run.state, seen, run.config.checkpoint.healthy_after):
         run.record(event)

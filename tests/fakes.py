@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from slurm.commands import SchedulerError
 from slurm.job import JobRequest, JobState, JobStatus, Node, Reservation
+from slurm.parsing import duration_s
 
 
 class FakeScheduler:
@@ -93,6 +94,8 @@ class FakeScheduler:
         if request is not None:
             given = {"time_limit": time_limit, "partition": partition, "qos": qos}
             resources = replace(request.resources, **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+            if time_limit is not None:
+                self.jobs[job_id] = replace(self.jobs[job_id], limit_s=duration_s(time_limit))
             excluded = request.exclude_nodes if exclude_nodes is None else tuple(exclude_nodes)
             self.requests[job_id] = replace(request, resources=resources, exclude_nodes=excluded)
         self._finish(failing)

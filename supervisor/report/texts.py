@@ -219,6 +219,11 @@ def _of_continued(event: Continued) -> Iterator[Detail]:
         yield "rate", f"{event.lr_scale:g} of the configured one"
 
 
+def _of_job(event: JobSeen) -> Iterator[Detail]:
+    if event.reason:
+        yield "because", event.reason
+
+
 def _of_left(event: WorkerLeft) -> Iterator[Detail]:
     if event.error is not None and event.error.message:
         yield "", f"{event.error.type}: {event.error.message}".splitlines()[0]
@@ -239,6 +244,7 @@ def _of_stopped(event: Stopped) -> Iterator[Detail]:
 _DETAILS: Final[dict[type, Callable[..., Iterator[Detail]]]] = {
     RolledBack: _of_rollback,
     Continued: _of_continued,
+    JobSeen: _of_job,
     WorkerLeft: _of_left,
     GaveUp: _of_given_up,
     Stopped: _of_stopped,

@@ -29,7 +29,7 @@ def test_the_worker_s_job_is_found_by_its_name_and_says_its_attempt(folder: Path
 
 
 def test_every_cluster_key_reaches_the_worker_s_job(folder: Path) -> None:
-    """Each key but `kind` changes the request, so that none is read and dropped."""
+    """Each key changes the request, so that none is read and dropped; but those that say what is done while it waits."""
     changes = {
         "nodes": "2",
         "tasks_per_node": "3",
@@ -42,7 +42,7 @@ def test_every_cluster_key_reaches_the_worker_s_job(folder: Path) -> None:
         "sbatch": "{exclusive: true}",
     }
     plain = worker_request(configured("cluster.kind=slurm"), RUN, "hf-0", 1)
-    for key in ClusterConfig.model_fields.keys() - {"kind"}:
+    for key in ClusterConfig.model_fields.keys() - {"kind", "min_time", "fallback"}:
         changed = configured("cluster.kind=slurm", f"cluster.{key}={changes.get(key, 'x')}")
         assert worker_request(changed, RUN, "hf-0", 1) != plain, key
 

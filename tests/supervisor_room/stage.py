@@ -8,12 +8,13 @@ from slurm.job import JobState
 from supervisor.actions import SupervisedRun
 from supervisor.batches import positions_of
 from supervisor.decision import Decision
+from supervisor.job_looks import JobLooks
 from supervisor.journal import Event, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import read_holder, take_lease
 from supervisor.observation import Observation
 from supervisor.run_state import RunState, replay
 from supervisor.runs import open_or_create
-from supervisor.watch import JobLooks, Watched, one_pass
+from supervisor.watch import Watched, one_pass
 from tests.fakes import FakeScheduler
 from worker.contract.claim import Claim, take_claim
 from worker.contract.config import Config
@@ -92,7 +93,7 @@ class Stage:
     def look(self) -> Decision:
         """One pass."""
         self.now += 1
-        self.looks.look_if_due([self.watched])
+        self.looks.look_if_due([self.watched.run])
         return one_pass(self.watched, self.looks, [self.watched])
 
     def settle(self) -> Decision:
@@ -158,10 +159,12 @@ class Stage:
         probe: float = 1.0,
         ranks: tuple[int, ...] = (),
         observed: bool = False,
+        **fields: Any,
     ) -> None:
         """The worker makes steps up to ``until``; ``verdict`` is the last one's, ``loss`` that of all since ``onset``.
 
-        ``probe`` is what the probe loss of 1.0 came out as, ``ranks`` are those whose numbers were not finite.
+        ``probe`` is what the probe loss of 1.0 came out as, ``ranks`` are those whose numbers were not finite;
+        ``fields`` are the last record's.
         """
         directive = self.directive
         gone = set(positions_of(directive.skip_batches))
@@ -192,6 +195,7 @@ class Stage:
                         nonfinite_ranks=ranks if is_odd and ranks else None,
                         data=BatchPosition(epoch=0, batch=batches[step - 1]),
                         start=self._start(begin, probe) if is_new and step == begin + 1 else None,
+                        **(fields if is_last else {}),
                     )
                 )
                 if step % self.config.checkpoint.every_steps == 0:

@@ -57,7 +57,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.config = config(Path(), **self.sections)
-        self.rules = Rules(self.config.recovery, self.config.checkpoint)
+        self.rules = Rules(self.config.recovery, self.config.checkpoint, self.config.cluster)
         self.settle()
 
     # -- the supervisor

@@ -243,6 +243,15 @@ class RecoveryConfig(Section):
     """Hours that a node stays excluded, and that a strike against it counts."""
 
 
+class Fallback(Section):
+    """Where a job goes that did not start where it was."""
+
+    partition: str | None = None
+    qos: str | None = None
+    after_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds in the queue before it goes there."""
+
+
 class ClusterConfig(Section):
     """Where the worker runs; what is null is left to the site's defaults."""
 
@@ -265,6 +274,10 @@ class ClusterConfig(Section):
     cpus_per_task: Positive = 1
     time_limit: str = "1-00:00:00"
     """As in Slurm: ``days-hours:minutes:seconds``."""
+    min_time: str | None = None
+    """The shortest time limit worth starting with before a maintenance; null = wait until it is over."""
+    fallback: Annotated[tuple[Fallback, ...], Field(strict=False)] = ()
+    """Partitions and QOS to try, one after the other, for a job that does not start."""
     setup: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Shell lines before the worker starts: module load, conda activate."""
     environment: dict[str, str] = Field(default_factory=dict)

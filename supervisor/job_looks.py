@@ -1,0 +1,80 @@
+"""What the scheduler is asked, for all runs together and as seldom as they allow."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from slurm import reasons
+from slurm.job import JobState, JobStatus, Node, Reservation
+from slurm.parsing import duration_s
+from slurm.scheduler import Scheduler, SchedulerError
+from supervisor.actions import SupervisedRun
+from supervisor.observation import look_up
+
+QUIET_LOOK_S: Final = 30.0
+"""Between looks at the scheduler while everything trains."""
+BUSY_LOOK_S: Final = 2.0
+"""Between looks while something is about to change."""
+LONGEST_SILENCE_S: Final = 60.0
+"""Between looks at a scheduler that has not answered for a while."""
+
+
+class JobLooks:
+    """Job statuses of all runs, asked for with one query, as seldom as the runs allow."""
+
+    def __init__(self, scheduler: Scheduler, quiet_s: float, busy_s: float) -> None:
+        self._scheduler = scheduler
+        self._quiet_s = quiet_s
+        self._busy_s = busy_s
+        self._looked_at = float("-inf")
+        self._silences = 0
+        self.asked: frozenset[str] = frozenset()
+        self.found: Mapping[str, JobStatus] = {}
+        self.nodes: Mapping[str, Node] = {}
+        """Those that the jobs run on, or ran on before they were put back into the queue."""
+        self.reservations: Sequence[Reservation] = ()
+        """Asked for where one may keep a job from starting, or did."""
+        self.error: str | None = None
+
+    def look_if_due(self, runs: Sequence[SupervisedRun]) -> None:
+        """Look again when the last look is old enough for what is going on; less often the longer nobody answers."""
+        is_busy = any(_is_about_to_change(run) for run in runs)
+        due_s = self._busy_s if is_busy else self._quiet_s
+        if self._silences > 1:
+            due_s = max(due_s, min(LONGEST_SILENCE_S, due_s * 2.0**self._silences))
+        if time.monotonic() - self._looked_at >= due_s:
+            self.look(runs)
+
+    def look(self, runs: Sequence[SupervisedRun]) -> None:
+        """Ask the scheduler now."""
+        ids = [run.state.job_id for run in runs if run.state.job_id is not None]
+        self.found, self.error = look_up(self._scheduler, ids)
+        self._silences = 0 if self.error is None else self._silences + 1
+        self.nodes, self.reservations = {}, ()
+        with suppress(SchedulerError):  # They are a bonus: without them nothing is taken for lost.
+            self.nodes = self._scheduler.nodes(self._node_names(runs))
+            if any(_may_be_reserved_away(run, self.found) for run in runs):
+                self.reservations = self._scheduler.reservations()
+        self.asked = frozenset(ids)
+        self._looked_at = time.monotonic()
+
+    def _node_names(self, runs: Iterable[SupervisedRun]) -> set[str]:
+        if self.error is not None:
+            return set()
+        names = {name for run in runs for name in run.state.memory.ran_on}
+        return names.union(*(job.nodes for job in self.found.values() if not job.state.is_over))
+
+
+def _is_about_to_change(run: SupervisedRun) -> bool:
+    state = run.state
+    return state.state != "training" or state.left is not None or state.verdict is not None
+
+
+def _may_be_reserved_away(run: SupervisedRun, found: Mapping[str, JobStatus]) -> bool:
+    job = found.get(run.state.job_id or "")
+    if job is None or job.state is not JobState.PENDING:
+        return False
+    full_s = duration_s(run.config.cluster.time_limit)
+    is_shortened = full_s is not None and job.limit_s is not None and job.limit_s < full_s
+    return is_shortened or reasons.waits_for_maintenance(job)
