@@ -29,7 +29,7 @@ def test_the_worker_s_job_is_found_by_its_name_and_says_its_attempt(folder: Path
 
 
 def test_every_cluster_key_reaches_the_worker_s_job(folder: Path) -> None:
-    """Each key changes the request, so that none is read and dropped; but those that say what is done while it waits."""
+    """Each key changes the request, none is read and dropped; but what is done while it waits."""
     changes = {
         "nodes": "2",
         "tasks_per_node": "3",
