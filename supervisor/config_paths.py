@@ -4,6 +4,7 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from supervisor.config_findings import Place, Problem
 from worker.contract.config import Config
@@ -15,15 +16,15 @@ BYTES = "bytes"
 
 def located(config: Config) -> Config:
     """The same configuration with absolute paths; what is a word or a hub name stays as it is."""
-    data, model = config.data, config.model
-    names = {"train": _absolute_entries(data.train), "tokenizer": _absolute_folder(data.tokenizer)}
-    if data.eval is not None:
-        names["eval"] = _absolute_entries(data.eval)
+    data, model, training = config.data, config.model, config.training
+    names: dict[str, Any] = {"tokenizer": _absolute_folder(data.tokenizer)}
+    names |= {"train": _absolute_entries(data.train), "eval": _absolute_entries(data.eval)}
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": _absolute(config.run.dir)}),
             "data": data.model_copy(update=names),
             "model": model.model_copy(update={"path": _absolute_folder(model.path)}),
+            "training": training.model_copy(update={"entrypoint": _absolute_entrypoint(training.entrypoint)}),
         }
     )
 
@@ -35,6 +36,11 @@ def missing_paths(config: Config) -> Iterator[Problem]:
     yield from _missing_data("train", config.data.train)
     yield from _missing_data("eval", config.data.eval)
     yield from _missing_folder(("model", "path"), config.model.path)
+    if config.training.entrypoint is not None:
+        folder = Path(str(_absolute_entrypoint(config.training.entrypoint))).parent
+        if not folder.is_dir():
+            mend = f"name the folder of your script, seen from {Path.cwd()}"
+            yield Problem(("training", "entrypoint"), f"there is no folder {str(folder)!r}", mend)
     if config.data.tokenizer != BYTES:
         yield from _missing_folder(("data", "tokenizer"), config.data.tokenizer)
 
@@ -78,7 +84,17 @@ def _seen(at: Path, names: list[str]) -> bool:
     return any((at / name).is_file() for name in names)
 
 
-def _absolute_entries(entries: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _absolute_entrypoint(entrypoint: str | None) -> str | None:
+    """The folder of the script written out: the one before it, or the one the command is given in."""
+    if entrypoint is None:
+        return None
+    folder, _, script = entrypoint.rpartition("/")
+    return f"{_absolute(folder or ('/' if entrypoint.startswith('/') else '.'))}/{script}"
+
+
+def _absolute_entries(entries: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    if entries is None:
+        return None
     if isinstance(entries, str):
         return _absolute_entry(entries)
     return tuple(_absolute_entry(entry) for entry in entries)

@@ -1,5 +1,6 @@
 """What no single key can say: settings that contradict each other, or that belong somewhere else. Pure."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from worker.contract.config import ClusterConfig, Config
 from worker.contract.owned_fields import refused_fields
 from worker.contract.run_dir import RunDir, is_run_name
 
+_ENTRYPOINT = re.compile(r"(.*/)?[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", re.DOTALL)
 _KEY_OF_OPTION = {
     **{name: name for name in ("partition", "account", "qos", "constraint", "gres", "mem", "reservation")},
     **{name: name for name in ("nodelist", "exclude", "nodes")},
@@ -24,7 +26,8 @@ _KEY_OF_OPTION = {
 
 def contradictions(config: Config) -> list[Problem]:
     """Everything that the rules have against ``config``, in the order of its sections."""
-    found = [problem for rule in _RULES for problem in rule(config)]
+    rules = _RULES if config.training.entrypoint is not None else (*_OF_OUR_RECIPE, *_RULES)
+    found = [problem for rule in rules for problem in rule(config)]
     return found or list(_cannot_be_submitted(config))
 
 
@@ -32,6 +35,24 @@ def _run(config: Config) -> Iterator[Problem]:
     if not is_run_name(config.run.name):
         mend = "use at most 100 letters, digits, '_', '.' and '-', and neither '.' nor '-' first"
         yield Problem(("run", "name"), f"{config.run.name!r} cannot name a run's folder", mend)
+
+
+def _needed(config: Config) -> Iterator[Problem]:
+    given = {
+        ("data", "train"): config.data.train,
+        ("training", "optimizer", "learning_rate"): config.training.optimizer.learning_rate,
+    }
+    for place, value in given.items():
+        if value is None:
+            mend = f"write it, or give --set {'.'.join(place)}=VALUE"
+            yield Problem(place, "it is missing", mend, is_missing=True)
+
+
+def _entrypoint(config: Config) -> Iterator[Problem]:
+    given = config.training.entrypoint
+    if given is not None and not _ENTRYPOINT.fullmatch(given):
+        mend = "write package.module:function, with the folder of the package before it where it is not here"
+        yield Problem(("training", "entrypoint"), f"{given!r} names no function", mend)
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -153,9 +174,11 @@ def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    *(_run, _model, _weights, _length, _evaluation, _columns),
+    *(_run, _entrypoint, _weights, _evaluation, _columns),
     *(_extra, _recovery, _cluster),
 )
+_OF_OUR_RECIPE: tuple[Callable[[Config], Iterator[Problem]], ...] = (_needed, _model, _length)
+"""What a script of a person's own may do without."""
 
 
 def _cannot_be_submitted(config: Config) -> Iterator[Problem]:

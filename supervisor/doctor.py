@@ -15,7 +15,6 @@ from typing import Final
 
 from slurm.commands import SchedulerError, is_configured, query
 
-TESTED_TRANSFORMERS: Final = "5.24"
 _DISTRIBUTION: Final = "higgsfield-supervisor"
 _OLDEST_PYTHON: Final = (3, 11)
 _MODULE_OF: Final = {"pyyaml": "yaml"}
@@ -83,14 +82,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _transformers() -> CheckedItem:
-    """Another release is no fault, and good to know when something looks odd."""
+    """A release that is not tested is refused by the worker."""
+    from worker.contract.tested import TRANSFORMERS_RANGE, is_tested  # here: `_names` tells of a worker not ours
+
     version = _version("transformers")
     if version is None:
         return CheckedItem("transformers", False, "missing", f"pip install {_DISTRIBUTION}")
-    is_tested = _numbers(version)[:2] == _numbers(TESTED_TRANSFORMERS)
-    return CheckedItem(
-        "transformers", True, f"{version}, {'' if is_tested else 'not '}tested ({TESTED_TRANSFORMERS} is)"
-    )
+    if not is_tested(version):
+        return CheckedItem(
+            "transformers", False, f"{version} is not tested", f'pip install "transformers{TRANSFORMERS_RANGE}"'
+        )
+    return CheckedItem("transformers", True, f"{version}, tested ({TRANSFORMERS_RANGE})")
 
 
 def _names() -> CheckedItem:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from worker import world
@@ -29,7 +30,7 @@ from worker.order import EpochOrder
 from worker.publish import publish_if_best
 from worker.pulse import Heart
 from worker.rates import configured_rates
-from worker.repeatable import refuse_what_cannot_repeat
+from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_what_cannot_repeat
 from worker.saving import save_checkpoint
 from worker.segment import Segment
 from worker.spikes import Detector, Judgement
@@ -46,6 +47,8 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     from here on.
     """
     args, chosen = trainer.args, context.chosen
+    refuse_untested(transformers.__version__)
+    refuse_other_samplers(trainer)
     refuse_what_cannot_repeat(trainer)
     if chosen is not None:
         refuse_other_model(chosen.folder, cast(torch.nn.Module, trainer.model))

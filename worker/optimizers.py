@@ -29,6 +29,8 @@ def build_optimizer(model: torch.nn.Module, training: TrainingConfig) -> torch.o
 
 
 def _build(groups: list[dict[str, Any]], rules: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
+    if rules.learning_rate is None:
+        raise ValueError("training.optimizer.learning_rate is missing")
     if rules.name == "sgd":
         return torch.optim.SGD(groups, lr=rules.learning_rate, momentum=rules.momentum)
     kind = torch.optim.AdamW if rules.name == "adamw" else torch.optim.Adam

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from worker.fed import batch_of
 from worker.randomness import random_states_aside
 
 _NUM_SAMPLES = 4
@@ -25,16 +26,16 @@ def probe_loss(trainer: Trainer) -> float | None:
     with random_states_aside(), torch.no_grad():
         model.eval()
         try:
-            losses = [_loss_on(trainer, samples[index]) for index in range(min(_NUM_SAMPLES, len(samples)))]
+            losses = [_loss_on(trainer, index) for index in range(min(_NUM_SAMPLES, len(samples)))]
         finally:
             model.train(was_training)
     loss = sum(losses) / len(losses)
     return loss if math.isfinite(loss) else None
 
 
-def _loss_on(trainer: Trainer, sample: Any) -> float:
+def _loss_on(trainer: Trainer, index: int) -> float:
     model: Any = trainer.model
-    inputs = trainer._prepare_inputs(trainer.data_collator([sample]))
+    inputs = trainer._prepare_inputs(batch_of(trainer, [index]))
     with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
         loss: Any = trainer.compute_loss(model, inputs)
         return float(loss)

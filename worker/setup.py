@@ -80,6 +80,7 @@ def training_fields(run: RunDir, config: Config, max_steps: int) -> dict[str, An
     training = config.training
     for name, instead in refused_fields(training.extra):
         raise RefusedError(f"config.yaml: training.extra.{name}: {instead}", what=name)
+    every_n = training.activation_checkpointing or 1  # true is 1
     fields: dict[str, Any] = {
         "output_dir": str(run.checkpoints),
         "run_name": config.run.name,
@@ -88,11 +89,11 @@ def training_fields(run: RunDir, config: Config, max_steps: int) -> dict[str, An
         "per_device_train_batch_size": training.batch_size,
         "per_device_eval_batch_size": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation,
-        "learning_rate": training.optimizer.learning_rate,
         "max_grad_norm": training.max_grad_norm or 0.0,
         "bf16": training.precision == "bf16",
         "fp16": training.precision == "fp16",
-        "activation_checkpointing": training.activation_checkpointing,
+        "activation_checkpointing": bool(training.activation_checkpointing),
+        "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": int(every_n)},
         "logging_strategy": "steps",
         "logging_steps": training.log_every,
         "logging_nan_inf_filter": False,
@@ -109,6 +110,8 @@ def training_fields(run: RunDir, config: Config, max_steps: int) -> dict[str, An
         "dataloader_pin_memory": torch.cuda.is_available(),
         "ddp_find_unused_parameters": False,  # every parameter is used, and looking costs each step
     }
+    if training.optimizer.learning_rate is not None:
+        fields["learning_rate"] = training.optimizer.learning_rate
     return {**fields, **training.extra}
 
 

@@ -11,13 +11,12 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import transformers
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from worker import world
 from worker.attach import attach
@@ -32,7 +31,9 @@ from worker.data import TrainingData
 from worker.documents import DataError
 from worker.ema import EmaError
 from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of
+from worker.log_lines import LogLines
 from worker.models import ModelError
+from worker.own_script import ScriptContext, find_script
 from worker.publish import publish_final
 from worker.pulse import Heart
 from worker.resume import Chosen, choose
@@ -115,17 +116,33 @@ def train(run: RunDir, start: Start, progress: Progress) -> None:
     world.join_world(run, start, os.environ)
     directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
-    trainer, data = build_trainer(run, config, Path.cwd())
-    if start.rank == 0:
-        _tell_of_data(run, data)
-    context = Context(run, start, directive, config, data.digest, chosen)
-    progress.attached = attached = attach(trainer, context)
+    context = Context(run, start, directive, config, "", chosen)
+    if config.training.entrypoint is None:
+        publish_final(_train_as_configured(context, progress))
+    else:
+        publish_final(_train_as_scripted(context, config.training.entrypoint, progress))
+
+
+def _train_as_configured(context: Context, progress: Progress) -> Attached:
+    trainer, data = build_trainer(context.run, context.config, Path.cwd())
+    if context.start.rank == 0:
+        _tell_of_data(context.run, data)
+    progress.attached = attached = attach(trainer, replace(context, data_digest=data.digest))
     trainer.add_callback(LogLines())
+    chosen = context.chosen
     try:
         trainer.train(resume_from_checkpoint=str(chosen.folder) if chosen else None)
     except AlreadyTrainedError:
         _log.info("%s is the last step's: only final/ is missing", chosen.folder.name if chosen else "this")
-    publish_final(attached)
+    return attached
+
+
+def _train_as_scripted(context: Context, entrypoint: str, progress: Progress) -> Attached:
+    script = ScriptContext(context)
+    try:
+        return script.run(find_script(entrypoint))
+    finally:
+        progress.attached = script.attached
 
 
 def _where_to_begin(run: RunDir, start: Start) -> tuple[Directive, Chosen | None]:
@@ -159,22 +176,6 @@ def _log_to_stderr(start: Start) -> None:
     _log.setLevel(logging.INFO if start.rank == 0 else logging.WARNING)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-class LogLines(TrainerCallback):
-    """A line for a person whenever the Trainer logs."""
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
-        if state.is_world_process_zero and logs:
-            said = " ".join(f"{name} {value:.6g}" for name, value in logs.items() if isinstance(value, float))
-            _log.info("step %d/%d %s", state.global_step, state.max_steps, said)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,9 @@ def test_what_nobody_wrote_is_missed_in_the_file_that_was_asked_for(folder: Path
     (folder / "below.yaml").write_text("run: {seed: 1}\nmodel: {dtype: float32}\n")
     (folder / "run.yaml").write_text("extends: below.yaml\ndata: {train: words.txt}\n")
     found = {one.key: one.file for one in findings(name="run.yaml")}
-    assert found == {"run.name": "run.yaml", "training": "run.yaml"}
+    assert found == {"run.name": "run.yaml"}
+    found = {one.key: one.file for one in findings("run.name=mine", name="run.yaml")}
+    assert found == dict.fromkeys(["model", "training", "training.optimizer.learning_rate"], "run.yaml")
 
 
 def test_set_changes_one_key_by_our_yaml_rules(folder: Path) -> None:

@@ -95,6 +95,11 @@ def test_several_errors_are_several_lines(findings: Findings) -> None:
 
 
 CONTRADICTIONS = [
+    (["training.entrypoint=main"], "training.entrypoint"),
+    (["training.entrypoint='a b:c'"], "training.entrypoint"),
+    (["training.entrypoint=none/script:main"], "training.entrypoint"),
+    (["data.train=null"], "data.train"),
+    (["training.optimizer.learning_rate=null"], "training.optimizer.learning_rate"),
     (["run.name=a/b"], "run.name"),
     (["run.name=../x"], "run.name"),
     (["run.name=''"], "run.name"),
@@ -147,6 +152,9 @@ def test_settings_that_contradict_each_other(findings: Findings, overrides: list
 
 
 FINE = [
+    ["training.entrypoint=pack.mod:main", "data.train=null", "training.max_steps=null", "model.config=null"],
+    ["training.activation_checkpointing=true"],
+    ["training.activation_checkpointing=2"],
     ["model.config=null", "model.path=gpt2", "data.tokenizer=null"],
     ["training.max_steps=null", "training.epochs=0.5"],
     ["training.eval_every=5", "data.eval=words.txt"],

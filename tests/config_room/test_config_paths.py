@@ -116,3 +116,10 @@ def test_a_model_folder_that_is_not_there(findings: Findings, named: str) -> Non
 
 def test_a_tokenizer_folder_that_is_not_there(findings: Findings) -> None:
     assert [found.key for found in findings("data.tokenizer=./none")] == ["data.tokenizer"]
+
+
+@pytest.mark.parametrize(("given", "place"), [("s:main", ""), ("deep/s:main", "/deep"), ("./deep/a.b:main", "/deep")])
+def test_the_folder_of_a_script_is_the_one_it_is_given_in(folder: Path, given: str, place: str) -> None:
+    (folder / "deep").mkdir()
+    found = load_config(Path("small.yaml"), [f"training.entrypoint={given}"]).training.entrypoint
+    assert found == f"{folder}{place}/{given.rpartition('/')[2]}"

@@ -19,6 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 import worker.attach
+import worker.own_script
 import worker.saving
 import worker.setup
 import worker.train
@@ -44,7 +45,7 @@ def inject_more(faults: dict[str, Any]) -> None:
         trainer.add_callback(Moments(attached, faults))
         return attached
 
-    worker.train.attach = attach_with_more
+    worker.train.attach = worker.own_script.attach = attach_with_more
     if faults.get("superseded_in_save"):
         wrap(worker.saving, "_write_ours", _be_superseded)
     if "kill_in_save" in faults:

@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 import worker.attach
+import worker.own_script
 import worker.saving
 import worker.train
 from worker.attached import Attached
@@ -58,7 +59,7 @@ def inject(faults: dict[str, Any]) -> None:
         trainer.add_callback(Faults(attached, faults))
         return attached
 
-    worker.train.attach = attach_with_faults
+    worker.train.attach = worker.own_script.attach = attach_with_faults
     if "kill_before" in faults:
         setattr(worker.saving, faults["kill_before"], _kill_this_process)
     if "kill_before_final" in faults:

@@ -2,19 +2,22 @@
 
 import json
 import signal
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from tests.trainer_room.rig import Rig, same_end, write_text
 from worker.contract.manifest import complete_manifest
+from worker.contract.tested import TRANSFORMERS_RANGE
 from worker.fits import missing_part
 from worker.leaving import RefusedError
 from worker.models import byte_tokenizer
-from worker.repeatable import refuse_what_cannot_repeat
+from worker.repeatable import refuse_untested, refuse_what_cannot_repeat
 
 pytestmark = pytest.mark.training
 
@@ -60,7 +63,7 @@ def test_another_tokenizer_is_refused_and_tokens_are_made_once(make_rig: Callabl
     interrupted(rig)
     (kept,) = rig.run.tokens.iterdir()
     made = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept.iterdir()}
-    assert made.keys() == {"ids.npy", "starts.npy"}
+    assert made.keys() == {"ids.npy", "starts.npy", "rows.npy", "notes.json"}
 
     speaking(folder, swapped=True)
     what, _ = refused(rig, restart=1)
@@ -104,7 +107,12 @@ def test_data_that_draw_random_numbers_are_refused(make_rig: Callable[..., Rig])
 
 def trainer(**fields: Any) -> Any:
     told = {"n_gpu": 0, "dataloader_persistent_workers": False, "ignore_data_skip": False, **fields}
-    return types.SimpleNamespace(args=types.SimpleNamespace(**told), train_dataset=[1], data_collator=lambda one: one)
+    return types.SimpleNamespace(
+        args=types.SimpleNamespace(**told),
+        train_dataset=[1],
+        data_collator=lambda one: one,
+        _get_collator_with_removed_columns=lambda collator, description: collator,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,3 +157,15 @@ def test_what_a_checkpoint_of_each_backend_needs(files: set[str], needed: list[s
         missing = missing_part(files - {name})
         assert missing is not None
         assert missing.split("/")[0].rstrip("*") in name
+
+
+def test_a_release_of_transformers_that_is_not_tested_is_refused() -> None:
+    refuse_untested(transformers.__version__)
+    for version in ("4.57.6", "5.22.2", "5.25.0", "6.0.0.dev0"):
+        with pytest.raises(RefusedError, match=rf"^transformers {version} is not tested .*pip install"):
+            refuse_untested(version)
+
+
+def test_the_tested_releases_are_those_that_pip_installs() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"transformers{TRANSFORMERS_RANGE}" in project["dependencies"]

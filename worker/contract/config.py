@@ -53,7 +53,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What it is trained on."""
 
-    train: str | Annotated[tuple[str, ...], Field(strict=False)]
+    train: str | Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """File, glob, folder or hub name (``owner/name``, with ``:split`` or ``:subset:split``), or a list of them,
     relative to where the command is given; ``stdlib`` = the sources of Python's own standard library, text that every
     machine has."""
@@ -90,8 +90,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """adamw (fused where the device has it), adam or sgd."""
-    learning_rate: Annotated[float, Field(gt=0)]
-    """Peak learning rate."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate; to be given, but for a script of one's own."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
     """adamw and adam."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -124,7 +124,11 @@ class TrainingConfig(Section):
     """Sequences a device and micro-step."""
     gradient_accumulation: Positive = 1
     """Micro-steps an optimizer step."""
-    optimizer: OptimizerConfig
+    entrypoint: str | None = None
+    """A training script of your own: ``package.module:function``, with its folder before it (``scripts/sft:main``)
+    where that is not the one the command is given in. It builds what it likes; ``model``, ``data`` and the other keys
+    of ``training`` are then for it to read."""
+    optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip the global gradient norm to this; null = off."""
@@ -132,8 +136,8 @@ class TrainingConfig(Section):
     """Autocast type of the forward pass."""
     pure_bf16: bool = False
     """Allow bfloat16 weights in full training; they under-train silently at small rates."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    activation_checkpointing: bool | Positive = False
+    """Recompute activations in the backward pass instead of keeping them; a number n: of every n-th layer."""
     eval_every: Positive | None = None
     """Optimizer steps between evaluations; needs ``data.eval``."""
     log_every: Positive = 50
@@ -318,9 +322,9 @@ class Config(Section):
     """A run's whole configuration."""
 
     run: RunConfig
-    model: ModelConfig
-    data: DataConfig
-    training: TrainingConfig
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
     spike: SpikeConfig = SpikeConfig()
     ema: EmaConfig | None = EmaConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
