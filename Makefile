@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exact lint slurm clean
+.PHONY: help demo test exact lint slurm views clean
 
 help:
 	@echo "make demo   a real training run that spikes, rolls back and finishes, on this machine"
@@ -26,7 +26,11 @@ demo: .venv/ready
 slurm:
 	@sh tests/install_slurm.sh
 
-test: .venv/ready slurm
+# The same for the browser that looks at the report and the terminal that shows the live view.
+views:
+	@sh tests/install_views.sh
+
+test: .venv/ready slurm views
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 exact: .venv/ready

@@ -21,7 +21,7 @@ from supervisor.observation import Request
 from supervisor.report.log_text import SinceError, since_time
 from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
 from supervisor.supervise import read_state, reopen, supervise, supervise_once
-from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal
+from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal, write_report
 from worker.contract.config import Config
 from worker.contract.files import UnusableFileError, publish_message
 from worker.contract.run_dir import RunDir
@@ -122,11 +122,25 @@ def log(args: argparse.Namespace) -> int:
     return OK
 
 
+def report(args: argparse.Namespace) -> int:
+    """Write one offline page: the curve with its rollbacks, where the time went, what was lost and saved."""
+    run_dir = find_run(args.run, args.dir)
+    print(write_report(run_dir, args.output.absolute() if args.output else None))
+    return OK
+
+
 def _say_goodbye(run_dir: RunDir) -> None:
     print(f"\nThe rollback log of {run_dir.path.name} (all of it: higgsfield log {run_dir.path}):")
     show_milestones(run_dir, sys.stdout)
     print(f"\nEverything is in {run_dir.path}")
-    for path in (run_dir.final, run_dir.checkpoints, run_dir.history, run_dir.history_csv, run_dir.journal):
+    for path in (
+        run_dir.final,
+        run_dir.checkpoints,
+        run_dir.history,
+        run_dir.history_csv,
+        run_dir.journal,
+        run_dir.report,
+    ):
         if path.exists():
             print(f"  {path.name}")
 
@@ -254,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
             of_config.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
         if verb is check:
             of_config.add_argument("--json", action="store_true")
-    for verb in (status, log, stop, resume, doctor):
+    for verb in (status, log, report, stop, resume, doctor):
         of_run = _add(verbs, verb)
         if verb is not doctor:
             optional = "?" if verb is status else None
@@ -262,6 +276,8 @@ def _parser() -> argparse.ArgumentParser:
         of_run.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
         if verb in (status, log, doctor):
             of_run.add_argument("--json", action="store_true")
+        if verb is report:
+            of_run.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the run")
         if verb is log:
             of_run.add_argument("--since", metavar="TIME", help="2h, 30min, 1d, 17:40, or 2026-11-29 17:40")
             of_run.add_argument("--follow", action="store_true", help="go on as events come, until the run is over")

@@ -16,6 +16,7 @@ from supervisor.lease import Lease, take_lease
 from supervisor.report.screen import Screen
 from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
+from supervisor.views import ReportAtTheEnd
 from supervisor.watch import Watched, one_pass, seconds_between_passes, watch
 from worker.contract import config as contract_config
 from worker.contract.run_dir import RunDir
@@ -81,7 +82,8 @@ def _begin(run_dir: RunDir, out: TextIO, job_id: str | None) -> tuple[Watched, J
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
     mend_journal(run_dir.journal)
-    audience = Audience(Screen(out, config.run.name, config.training.max_steps), (TensorBoard(run_dir),))
+    listeners = TensorBoard(run_dir), ReportAtTheEnd(run_dir)
+    audience = Audience(Screen(out, config.run.name, config.training.max_steps), listeners)
     started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
     state = read_state(run_dir)
     run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, started)

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from supervisor.journal import Event, SegmentStarted, parse_event, read_journal
+from supervisor.observation import Observation
 from supervisor.report.accounting import Accounting, account
 from supervisor.report.log_text import closing_summary, entry_lines, log_lines
+from supervisor.report.page import Facts, render
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import WIDTH, is_milestone, is_told
-from supervisor.run_state import replay
+from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
-from worker.contract.loss_history import read_history
+from worker.contract.files import publish
+from worker.contract.loss_history import read_history, surviving
+from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
 
 _LOOK_EVERY_S: Final = 0.5
@@ -29,6 +33,39 @@ def accounting_of(run_dir: RunDir, events: list[Event]) -> Accounting:
 def columns(out: TextIO) -> int:
     """How wide a text may be: the terminal's width within reason, else a page's."""
     return max(60, min(WIDTH, shutil.get_terminal_size().columns)) if out.isatty() else WIDTH
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def write_report(run_dir: RunDir, path: Path | None = None) -> Path:
+    """Publish the run's page, as it stands now; where it lies."""
+    config = contract_config.read(run_dir.config)
+    events, records = read_journal(run_dir.journal), read_history(run_dir.history)
+    now = time.time()
+    branch, after = surviving(records), config.checkpoint.healthy_after
+    graded = tuple((manifest, health(manifest, branch, after)) for manifest in complete_checkpoints(run_dir))
+    accounting = account(events, records, now, config.cluster.nodes)
+    publish(path or run_dir.report, render(Facts(config, events, records, accounting, graded, now)))
+    return path or run_dir.report
+
+
+class ReportAtTheEnd:
+    """Listens for the end of a run, and writes its page."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+
+    def event(self, event: Event) -> None:
+        """Nothing is written before the end."""
+
+    def progress(self, run: RunState, seen: Observation) -> None:
+        """Nothing is written before the end."""
+
+    def close(self, run: RunState) -> None:
+        """Write the page where the run is over."""
+        if run.is_over:
+            write_report(self._run_dir)
 
 
 # -- status ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ recorded ones only, so that a policy which says something else does not change w
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import math
@@ -205,6 +206,7 @@ def keep(run_dir: RunDir, name: str) -> None:
     (RECORDED / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(files).encode(), mtime=0))
 
 
+@functools.cache
 def long_records(steps: int = 20_000, begin: float = 1_700_000_000.0) -> list[Record]:
     """A long curve with one abandoned branch: a spike at three quarters, gone back a hundred steps."""
     turn = steps * 3 // 4

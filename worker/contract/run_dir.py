@@ -108,6 +108,10 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def jobs(self) -> Path:
         return self.path / "jobs"
 

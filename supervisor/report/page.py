@@ -1,0 +1,206 @@
+"""report.html: one offline page of a run.  Pure but for reading the page's own parts.
+
+Everything that comes from files is escaped; the page's own policy forbids it to load anything from anywhere.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any, Final
+
+from supervisor.journal import Continued, Event, RolledBack, RunCreated, VerdictSeen, WorkerLeft
+from supervisor.report.accounting import KINDS, MEANING, Accounting, Kind
+from supervisor.report.figures import (
+    duration,
+    local_clock,
+    local_day,
+    local_time,
+    node_hours,
+    printable,
+    share,
+    size,
+)
+from supervisor.report.log_text import closing_summary, costs_of
+from supervisor.report.page_data import chart_data
+from supervisor.report.texts import details_of, is_milestone, is_told, step_of, text_of, word_of
+from supervisor.run_state import replay
+from worker.contract.config import Config, format_config
+from worker.contract.loss_history import Record
+from worker.contract.manifest import Health, Manifest
+
+_PARTS: Final = Path(__file__).with_name("page")
+_HIDDEN: Final = "(not shown)"
+_LONG: Final = 24
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a report is made from; ``health`` has the health of each checkpoint that is there."""
+
+    config: Config
+    events: Sequence[Event]
+    records: Sequence[Record]
+    accounting: Accounting
+    health: Sequence[tuple[Manifest, Health]]
+    now: float
+
+
+def render(facts: Facts) -> str:
+    """The whole page."""
+    state = replay(facts.events)
+    data = chart_data(facts.events, facts.records, [manifest.step for manifest, _ in facts.health])
+    page = Template((_PARTS / "page.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        style=(_PARTS / "page.css").read_text(encoding="utf-8"),
+        script=(_PARTS / "page.js").read_text(encoding="utf-8"),
+        data=_json(data),
+        name=_text(facts.config.run.name),
+        state=_text(state.state.replace("_", " ")),
+        made=_text(f"as of {local_time(facts.now)}"),
+        summary="\n".join(f"<p>{_text(line)}</p>" for line in closing_summary(facts.events, facts.accounting)),
+        log="\n".join(_log(facts)),
+        time_bar="".join(_bar(facts.accounting)),
+        time_rows="\n".join(_time_rows(facts.accounting)),
+        attempts="\n".join(_attempts(facts)),
+        checkpoints="\n".join(_checkpoints(facts)),
+        config=_text(format_config(without_secrets(facts.config)), keep_lines=True),
+        versions="\n".join(_versions(facts)),
+    )
+
+
+def _text(value: object, *, keep_lines: bool = False) -> str:
+    """Escaped, and without control characters."""
+    if keep_lines:
+        return "\n".join(_text(line) for line in str(value).split("\n"))
+    return escape(printable(str(value)))
+
+
+def _json(data: Any) -> str:
+    """JSON that cannot end the element it stands in."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def without_secrets(config: Config) -> Config:
+    """The configuration without what may hold a password: of environment variables only the names."""
+    cluster = config.cluster.model_copy(update={"environment": dict.fromkeys(config.cluster.environment, _HIDDEN)})
+    return config.model_copy(update={"cluster": cluster})
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _log(facts: Facts) -> Iterator[str]:
+    costs = costs_of(facts.events, facts.accounting)
+    day = ""
+    for number, event in enumerate(facts.events):
+        if not is_told(event):
+            continue
+        if local_day(event.time) != day:
+            day = local_day(event.time)
+            yield f"<h3>{_text(day)}</h3>"
+        details = "".join(
+            f"<dt>{_text(label)}</dt><dd>{_text(text)}</dd>" for label, text in details_of(event, costs.get(number))
+        )
+        yield (
+            f"<article{' class=milestone' if is_milestone(event) else ''}>"
+            f"<time>{local_clock(event.time)}</time>{_step(step_of(event))}"
+            f"<strong>{_text(word_of(event))}</strong><div><p>{_text(text_of(event))}</p>"
+            f"{f'<dl>{details}</dl>' if details else ''}</div></article>"
+        )
+
+
+def _step(step: int | None) -> str:
+    if step is None:
+        return "<span></span>"
+    return f'<button type=button data-step={step} title="show it in the chart">step {step:,}</button>'
+
+
+def _bar(accounting: Accounting) -> Iterator[str]:
+    for kind in KINDS:
+        seconds = accounting.seconds(kind)
+        if seconds > 0:
+            told = f"{kind}: {share(seconds, accounting.wall_s)}, {duration(seconds)}"
+            style = f"flex-grow:{seconds:.3f}"
+            yield f'<span class="kind {kind}" style="{style}" title="{_text(told)}">{_letters(kind)}</span>'
+
+
+def _letters(kind: Kind) -> str:
+    """What tells the kinds apart without their colours."""
+    return kind[:2].capitalize()
+
+
+def _time_rows(accounting: Accounting) -> Iterator[str]:
+    for kind in KINDS:
+        seconds = accounting.seconds(kind)
+        if seconds > 0:
+            cells = (share(seconds, accounting.wall_s), duration(seconds), node_hours(accounting.node_s(kind)))
+            key = f'<span class="key kind {kind}">{_letters(kind)}</span> {kind}'
+            yield _row([key, _text(MEANING[kind]), *map(_text, cells)])
+    whole = (share(1, 1), duration(accounting.wall_s), node_hours(accounting.node_s()))
+    yield _row(["in all", "from the run's making to the last thing known of it", *map(_text, whole)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    """A row of escaped cells; a long one may be broken into lines."""
+    told = "".join(f"<td{' class=prose' if len(cell) > _LONG else ''}>{cell}</td>" for cell in cells[1:])
+    return f"<tr><th scope=row>{cells[0]}</th>{told}</tr>"
+
+
+def _attempts(facts: Facts) -> Iterator[str]:
+    """One row an attempt: why, from where, at which rate, how far, how long, and how it ended."""
+    begun = [event for event in facts.events if isinstance(event, RolledBack | Continued)]
+    for event in begun:
+        steps = [record.step for record in facts.records if record.attempt == event.attempt]
+        reach = f"{steps[0]:,} to {steps[-1]:,}" if steps else "none"
+        spent = sum(facts.accounting.seconds(kind, event.attempt) for kind in KINDS if kind != "paused")
+        trained = sum(facts.accounting.seconds(kind, event.attempt) for kind in ("training", "repeated"))
+        cells = [
+            event.attempt,
+            event.cause.replace("_", " "),
+            event.resume_from or "scratch",
+            reach,
+            f"x {event.lr_scale:g}",
+            duration(spent),
+            duration(trained),
+            _end_of(facts.events, event.attempt),
+        ]
+        yield _row([_text(cell) for cell in cells])
+
+
+def _end_of(events: Sequence[Event], attempt: int) -> str:
+    """How an attempt ended, as far as that is known."""
+    own = [event for event in events if event.attempt == attempt]
+    verdict = next((event for event in own if isinstance(event, VerdictSeen)), None)
+    left = next((event for event in reversed(own) if isinstance(event, WorkerLeft)), None)
+    if verdict is not None:
+        return f"{verdict.kind} at step {verdict.step}"
+    if left is None:
+        return "its job ended" if any(event.attempt > attempt for event in events) else ""
+    what = f": {left.error.what.replace('_', ' ')}" if left.error is not None and left.error.what else ""
+    return f"{left.outcome.value.replace('_', ' ')}{what}"
+
+
+def _checkpoints(facts: Facts) -> Iterator[str]:
+    for manifest, health in reversed(facts.health):
+        whole = size(sum(entry.bytes for entry in manifest.files.values()))
+        yield _row([_text(cell) for cell in (f"step {manifest.step:,}", health.value, manifest.attempt, whole)])
+
+
+def _versions(facts: Facts) -> Iterator[str]:
+    """What the run was made with, and what each segment found that differs."""
+    known: dict[str, str] = {}
+    for event in facts.events:
+        if isinstance(event, RunCreated):
+            known |= event.versions
+            yield from (_row([_text(name), _text(version)]) for name, version in event.versions.items())
+    for record in facts.records:
+        if record.start is None:
+            continue
+        for name, version in record.start.versions.items():
+            if known.get(name) != version:
+                known[name] = version
+                yield _row([_text(name), _text(f"{version}, from segment {record.segment} on")])
