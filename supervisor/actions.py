@@ -146,7 +146,7 @@ def _begin_attempt(run: SupervisedRun, plan: AttemptDecided) -> None:
     number = run.state.attempt + 1
     for name in plan.quarantine:
         _quarantine(run.run_dir, name, run.state.attempt)
-    _prune_quarantine(run.run_dir, run.config.checkpoint.keep_quarantined)
+    _prune_quarantine(run.run_dir, run.config.checkpoint.keep_quarantined, run.state.pinned)
     published = _published(run)
     if published is None or published.attempt < number:
         publish_directive(run.run_dir.directive, _directive(run, plan, number))
@@ -164,6 +164,7 @@ def _published(run: SupervisedRun) -> Directive | None:
 def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
     return Directive(
         attempt=number,
+        pinned=run.state.pinned,
         accept_level=plan.accept_level,
         resume_from=plan.resume_from,
         on_requeue="wait" if waits_after_requeue(run.config.recovery) else "continue",
@@ -194,15 +195,16 @@ def _quarantine(run_dir: RunDir, name: str, attempt: int) -> None:
         sync_folder(run_dir.quarantine)
 
 
-def _prune_quarantine(run_dir: RunDir, keep: int) -> None:
-    """Remove all but the ``keep`` newest quarantined checkpoints: the latest attempt's, then the highest step's."""
+def _prune_quarantine(run_dir: RunDir, keep: int, pinned: Collection[int]) -> None:
+    """Remove all quarantined checkpoints but the ``keep`` newest (of the latest attempt, of the highest step) and the
+    pinned."""
     if not run_dir.quarantine.exists():
         return
     ranked = []
     for folder in run_dir.quarantine.iterdir():
         attempt, _, name = folder.name.partition("-")
         step = checkpoint_step(name)
-        if step is not None and attempt[1:].isdigit():
+        if step is not None and step not in pinned and attempt[1:].isdigit():
             ranked.append((int(attempt[1:]), step, folder))
     for _, _, folder in sorted(ranked, reverse=True)[keep:]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -292,6 +294,13 @@ def _apply_change(run: SupervisedRun, decision: ChangeJob) -> None:
             run.scheduler.change(decision.job_id, time_limit=decision.new)
         case "partition" | "qos":
             run.scheduler.change(decision.job_id, partition=decision.partition, qos=decision.qos)
+
+
+def publish_pins(run: SupervisedRun) -> None:
+    """Let the worker's retention know which checkpoints are pinned; a directive to come says so by itself."""
+    directive = _published(run)
+    if directive is not None and directive.pinned != run.state.pinned:
+        publish_directive(run.run_dir.directive, directive.model_copy(update={"pinned": run.state.pinned}))
 
 
 # -- endings -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import errno
 import getpass
 import importlib.metadata
 import json
+import math
 import os
 import sys
 import time
@@ -17,8 +18,9 @@ from slurm.scheduler import LocalScheduler, SchedulerError, choose
 from supervisor.config import ConfigError, load_config
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import HeldError, LostError, is_gone, read_holder
-from supervisor.observation import Request
+from supervisor.levers import ask, check_step, wait_until_over
 from supervisor.report.log_text import SinceError, since_time
+from supervisor.requests import Request
 from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
 from supervisor.supervise import read_state, reopen, supervise, supervise_once
 from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal, write_report
@@ -164,21 +166,48 @@ def stop(args: argparse.Namespace) -> int:
     holder = read_holder(run_dir)
     if holder is not None and not is_gone(holder):
         print(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting", flush=True)
-        if _wait_until_over(run_dir):
+        if wait_until_over(run_dir):
+            print(f"{run_dir.path.name} is stopped")
             return OK
     code = _EXIT_CODE_OF_STATE[supervise(run_dir, sys.stdout).state]
     return OK if code == STOPPED else code
 
 
-def _wait_until_over(run_dir: RunDir) -> bool:
-    """True when the run is over, False when its supervisor has died meanwhile."""
-    while not read_state(run_dir).is_over:
-        holder = read_holder(run_dir)
-        if holder is None or is_gone(holder):
-            return read_state(run_dir).is_over
-        time.sleep(0.3)
-    print(f"{run_dir.path.name} is stopped")
-    return True
+def rollback(args: argparse.Namespace) -> int:
+    """Go back to a checkpoint by a person's word; a run that was stopped or gave up goes on from there."""
+    run_dir = find_run(args.run, args.dir)
+    _check_rollback(args, run_dir)
+    asked = Request(
+        verb="rollback", by=getpass.getuser(), to=args.to, lr_scale=args.lr_scale, skip=args.skip, asked_at=time.time()
+    )
+    state = ask(run_dir, asked, sys.stdout)
+    if state.is_over:
+        print(f"{run_dir.path.name}: {state.state} meanwhile: {state.reason}")
+        return _EXIT_CODE_OF_STATE[state.state]
+    holder = read_holder(run_dir)
+    if holder is None or is_gone(holder):
+        print(f"{run_dir.path.name}: nobody supervises it from here on: higgsfield resume {run_dir.path}")
+    return OK
+
+
+def _check_rollback(args: argparse.Namespace, run_dir: RunDir) -> None:
+    state = read_state(run_dir).state
+    if state == "finished":
+        raise RunError(f"{run_dir.path.name}: is finished; a run that goes back needs another run.name")
+    if state == "stopping":
+        raise RunError(f"{run_dir.path.name}: is being stopped; ask again when it is stopped")
+    if args.lr_scale is not None and not (math.isfinite(args.lr_scale) and args.lr_scale > 0):
+        raise RunError(f"--lr-scale {args.lr_scale:g}: is no rate; give a number above 0, 1 for the configured rate")
+    check_step(run_dir, args.to, or_scratch=True)
+
+
+def pin(args: argparse.Namespace) -> int:
+    """Keep a checkpoint, whatever retention and quarantine would do."""
+    run_dir = find_run(args.run, args.dir)
+    check_step(run_dir, args.step, or_scratch=False)
+    ask(run_dir, Request(verb="pin", by=getpass.getuser(), to=args.step, asked_at=time.time()), sys.stdout)
+    print(f"{run_dir.path.name}: checkpoint-{args.step} is kept for good")
+    return OK
 
 
 def resume(args: argparse.Namespace) -> int:
@@ -268,12 +297,22 @@ def _parser() -> argparse.ArgumentParser:
             of_config.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
         if verb is check:
             of_config.add_argument("--json", action="store_true")
-    for verb in (status, log, report, stop, resume, doctor):
+    for verb in (status, log, report, stop, resume, rollback, pin, doctor):
         of_run = _add(verbs, verb)
         if verb is not doctor:
             optional = "?" if verb is status else None
             of_run.add_argument("run", nargs=optional, metavar="RUN", help="a run's folder, or its name under --dir")
         of_run.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
+        if verb is rollback:
+            of_run.add_argument(
+                "--to", type=int, required=True, metavar="STEP", help="a checkpoint's; 0 = from scratch"
+            )
+            of_run.add_argument(
+                "--lr-scale", type=float, metavar="X", help="share of the configured rate (default: as now)"
+            )
+            of_run.add_argument("--skip", action="store_true", help="leave out all batches since that step")
+        if verb is pin:
+            of_run.add_argument("step", type=int, metavar="STEP", help="a checkpoint's step")
         if verb in (status, log, doctor):
             of_run.add_argument("--json", action="store_true")
         if verb is report:

@@ -229,6 +229,21 @@ class StopRequested(EventBase):
     by: str
 
 
+class RollbackRequested(EventBase):
+    event: Literal["RollbackRequested"] = "RollbackRequested"
+    by: str
+    to: int
+    lr_scale: float | None = None
+    skip: bool = False
+    asked_at: float = 0.0
+
+
+class Pinned(EventBase):
+    event: Literal["Pinned"] = "Pinned"
+    by: str
+    to: int
+
+
 class ResumeRequested(EventBase):
     event: Literal["ResumeRequested"] = "ResumeRequested"
     by: str
@@ -276,6 +291,8 @@ Event = (
     | LookFailed
     | LookRecovered
     | StopRequested
+    | RollbackRequested
+    | Pinned
     | ResumeRequested
     | Finished
     | Stopped

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from slurm import reasons
 from slurm.job import JobState, JobStatus, Node, Reservation
@@ -19,27 +19,20 @@ from supervisor.journal import (
     Preempted,
     ProgressMade,
     SegmentStarted,
-    StopRequested,
     VerdictSeen,
     WorkerLeft,
 )
+from supervisor.requests import Request, read_request, request_news
 from supervisor.run_state import RunState
 from worker.contract.claim import Claim, read_claim
 from worker.contract.exit_report import ExitReport, Outcome
-from worker.contract.files import Message, UnusableFileError, read_message
+from worker.contract.files import UnusableFileError, read_message
 from worker.contract.loss_history import HistoryReader, Record
 from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
 from worker.contract.run_dir import RunDir
 
 ABSENT: Final = "the scheduler does not know it"
 _ESTIMATE_MOVED_S: Final = 1800.0
-
-
-class Request(Message):
-    """request.json: what a person asks of a run, by a verb."""
-
-    verb: Literal["stop"]
-    by: str
 
 
 @dataclass(frozen=True)
@@ -141,14 +134,6 @@ class Observer:
         return tuple(manifest for (step, _), manifest in found.items() if manifest.step == step)
 
 
-def read_request(path: Path) -> Request | None:
-    """A person's request; None where there is none, or none that can be understood."""
-    try:
-        return read_message(path, Request)
-    except UnusableFileError:
-        return None
-
-
 def _claim(run_dir: RunDir, attempt: int) -> Claim | None:
     """The attempt's claim; one that cannot be read claims nothing."""
     try:
@@ -187,8 +172,7 @@ def look_up(scheduler: Scheduler, job_ids: Sequence[str]) -> tuple[Mapping[str, 
 
 def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event]:
     """What was seen and is not yet in the journal, in the order in which it is to be written. Pure."""
-    if seen.request is not None and run.stop_by is None:
-        yield StopRequested(by=seen.request.by, reason=f"{seen.request.by} asked for a stop")
+    yield from request_news(run, seen.request)
     yield from _job_news(run, seen)
     yield from _drain_news(run, seen)
     yield from _history_news(run, seen)

@@ -9,6 +9,7 @@ from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, 
 from supervisor.job_policy import after_out_of_memory, follow_job
 from supervisor.journal import AttemptDecided, WorkerLeft
 from supervisor.observation import Observation
+from supervisor.person_policy import roll_back_as_asked
 from supervisor.run_state import RunState
 from supervisor.spike_policy import answer_verdict
 from worker.contract.exit_report import PROOF_ERROR, Outcome
@@ -26,6 +27,8 @@ def decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
         return _end_stopped(run, seen, rules, "a STOP file", "a STOP file asked the worker to stop")
     if _was_cancelled_by_a_person(run, seen):
         return EndStopped(_newest_step(seen), None, f"job {run.job_id} was cancelled, and not by this supervisor")
+    if run.rollback_asked is not None:
+        return roll_back_as_asked(run, seen, rules, run.rollback_asked)
     exclusion = node_to_exclude(run, seen.now, rules.recovery)
     if exclusion is not None:
         return exclusion

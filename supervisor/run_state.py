@@ -19,10 +19,12 @@ from supervisor.journal import (
     LookRecovered,
     NodeExcluded,
     NodeStruck,
+    Pinned,
     Plan,
     Preempted,
     ProgressMade,
     ResumeRequested,
+    RollbackRequested,
     RolledBack,
     RunCreated,
     SegmentStarted,
@@ -122,6 +124,12 @@ class RunState:
     """Job and restart count of the last preemption that was told."""
     stop_by: str | None = None
     """Who asked for a stop that is not carried out yet."""
+    rollback_asked: RollbackRequested | None = None
+    """A person's rollback that is not carried out yet."""
+    last_asked_at: float | None = None
+    """When the newest rollback in the journal was asked for: what tells it from the next one."""
+    pinned: tuple[int, ...] = ()
+    """Steps of the checkpoints that a person wants to be kept."""
     look_failed_at: float | None = None
     """When the scheduler began not to answer."""
     open_intent: AttemptDecided | SubmitIntended | CancelIntended | None = None
@@ -202,14 +210,18 @@ def _apply(run: RunState, event: Event) -> RunState:
             return replace(run, look_failed_at=None)
         case StopRequested():
             return replace(run, state="stopping", stop_by=event.by)
+        case RollbackRequested():
+            return _ask_rollback(run, event)
+        case Pinned():
+            return replace(run, pinned=tuple(sorted({*run.pinned, event.to})))
         case ResumeRequested():
             return _reopen(run)
         case Finished():
-            return replace(run, state="finished", final_step=event.final_step)
+            return replace(run, state="finished", final_step=event.final_step, rollback_asked=None)
         case Stopped():
-            return replace(run, state="stopped", stop_by=None)
+            return replace(run, state="stopped", stop_by=None, rollback_asked=None)
         case GaveUp():
-            return replace(run, state="gave_up")
+            return replace(run, state="gave_up", rollback_asked=None)
         case _:
             return run
 
@@ -246,6 +258,7 @@ def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
         attempts_since_progress=run.attempts_since_progress + 1,
         relaunches_in_job=run.relaunches_in_job + 1 if event.where == "same_allocation" else 0,
         verdict=None,
+        rollback_asked=None,
         left=None,
         has_stepped=False,
         open_intent=None,
@@ -256,11 +269,13 @@ def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
 
 
 def _remember_rollback(run: RunState, event: RolledBack) -> RunState:
+    verdicts = run.last_verdicts if run.verdict is None else (*run.last_verdicts, run.verdict)
+    run = replace(run, rollbacks=run.rollbacks + 1, last_verdicts=verdicts)
+    if event.cause == "rollback":  # a person's: it costs no budget, and progress begins anew where it goes to
+        return replace(run, healthy_step=min(run.healthy_step, event.to_step))
     return replace(
         run,
-        rollbacks=run.rollbacks + 1,
         rollbacks_since_progress=run.rollbacks_since_progress + 1,
-        last_verdicts=run.last_verdicts if run.verdict is None else (*run.last_verdicts, run.verdict),
         rolled_back_to=event.to_step,
         tried=(*run.tried, event.reason),
     )
@@ -379,3 +394,9 @@ def _reopen(run: RunState) -> RunState:
         failed_submissions=0,
         submitted_times=(),
     )
+
+
+def _ask_rollback(run: RunState, event: RollbackRequested) -> RunState:
+    """A person's rollback opens a run that was over; budgets begin anew."""
+    opened = _reopen(run) if run.is_over else _refill(run)
+    return replace(opened, rollback_asked=event, last_asked_at=event.asked_at)

@@ -162,7 +162,7 @@ def _lower_the_rate(run: RunState, seen: Observation, rules: Rules, verdict: Ver
         is_further = target.step < run.rolled_back_to
         why = f"again soon, at other batches: {_state(target)}" if is_further else f"{why}; none further back is left"
     scale = _lowered(run, rules, verdict)
-    return Answer(target, scale, why, _ramp(rules, scale, target.step), skip)
+    return Answer(target, scale, why, ramp_from(rules, scale, target.step), skip)
 
 
 def _is_again(run: RunState, verdict: VerdictSeen) -> bool:
@@ -205,7 +205,7 @@ def _applied_scale(run: RunState, step: int) -> float:
     return scale_at(as_published, step)
 
 
-def _ramp(rules: Rules, scale: float, from_step: int) -> LearningRateRamp | None:
+def ramp_from(rules: Rules, scale: float, from_step: int) -> LearningRateRamp | None:
     """The way back to the full rate, begun anew; None = the rate stays low."""
     spike = rules.recovery.spike
     if spike.ramp_steps is None or spike.hold_steps is None:

@@ -9,7 +9,7 @@ from typing import TextIO
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.actions import SupervisedRun
 from supervisor.audience import Audience
-from supervisor.decision import Wait
+from supervisor.decision import Decision, Wait
 from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import Lease, take_lease
@@ -61,6 +61,25 @@ def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
     finally:
         watched.ears.close(watched.run.state)
         lease.give_up()
+
+
+def carry_out_request(run_dir: RunDir, out: TextIO) -> None:
+    """Take the run's lease and supervise it until what a person asked for is carried out; also where it was over."""
+    watched, looks, lease = _begin(run_dir, out, None)
+    try:
+        decision: Decision | None = None
+        while _is_asked(watched) or not (isinstance(decision, Wait) or watched.run.state.is_over):
+            if decision is not None:
+                time.sleep(seconds_between_passes(run_dir))
+            looks.look([watched.run])
+            decision = one_pass(watched, looks, [watched])
+    finally:
+        watched.ears.close(watched.run.state)
+        lease.give_up()
+
+
+def _is_asked(watched: Watched) -> bool:
+    return watched.run.run_dir.request.exists() or watched.run.state.rollback_asked is not None
 
 
 def reopen(run_dir: RunDir) -> RunState:

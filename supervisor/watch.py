@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from slurm.scheduler import SchedulerError
-from supervisor.actions import SupervisedRun, carry_out, finish_open_intent
+from supervisor.actions import SupervisedRun, carry_out, finish_open_intent, publish_pins
 from supervisor.attempts import Rules
 from supervisor.bad_nodes import strikes
 from supervisor.decision import Decision, Wait
@@ -14,6 +14,7 @@ from supervisor.job_looks import JobLooks
 from supervisor.journal import LookFailed, LookRecovered
 from supervisor.observation import Observation, Observer, news
 from supervisor.policy import decide
+from supervisor.requests import clear_request, request_news
 from supervisor.run_state import RunState
 from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
@@ -103,6 +104,8 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
         job = None  # a controller that lost its memory gives an id out again
     seen = watched.observer.look(run.state, run.clock(), job, looks.error)
     seen = replace(seen, nodes=looks.nodes, reservations=looks.reservations)
+    if run.state.is_over:
+        return _hear(watched, seen), seen
     _note_silence(run, seen)
     for event in news(run.state, seen, run.config.checkpoint.healthy_after):
         run.record(event)
@@ -112,13 +115,21 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     return decide(run.state, seen, watched.rules), seen
 
 
+def _hear(watched: Watched, seen: Observation) -> Decision:
+    """Write down what is asked of a run that is over; it may be open then."""
+    for event in request_news(watched.run.state, seen.request):
+        watched.run.record(event)
+    _clear_request(watched, seen)
+    return Wait("the run is over")
+
+
 def _clear_request(watched: Watched, seen: Observation) -> None:
     """Remove a request that is in the journal by now, or that nobody can understand."""
+    if seen.request is not None and seen.request.verb == "pin":
+        publish_pins(watched.run)
     path = watched.run.run_dir.request
-    if path.exists():
-        if seen.request is None:
-            watched.ears.trouble(f"{path}: is no request that this version knows; removed")
-        path.unlink(missing_ok=True)
+    if not clear_request(path, seen.request):
+        watched.ears.trouble(f"{path}: is no request that this version knows; removed")
 
 
 def _note_silence(run: SupervisedRun, seen: Observation) -> None:

@@ -186,11 +186,11 @@ def _start(task: Task, seen: Seen, directive: Directive, past: Past, max_relaunc
 
 
 def relaunched(past: Past, directive: Directive) -> Past:
-    """The past after a start under ``directive``, its outcome still open."""
+    """The past after a start under ``directive``, its outcome still open; a person's rollback begins the count anew."""
     step = checkpoint_step(directive.resume_from or "") or 0
     if past.attempt is None:
         return Past(directive.attempt, since_step=step)
-    if step > past.since_step:
+    if step > past.since_step or directive.cause == "rollback":
         return Past(directive.attempt, relaunches=1, since_step=step)
     return Past(directive.attempt, relaunches=past.relaunches + 1, since_step=past.since_step)
 

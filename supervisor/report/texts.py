@@ -53,6 +53,7 @@ _WORDS: Final = {
     "LookFailed": "no answer",
     "LookRecovered": "answers again",
     "StopRequested": "stop asked",
+    "Pinned": "pinned",
     "ResumeRequested": "resume asked",
     "RollbackRequested": "rollback asked",
     "Finished": "FINISHED",

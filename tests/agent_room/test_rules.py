@@ -166,6 +166,13 @@ def test_relaunches_are_counted_from_the_newest_progress() -> None:
     assert counts == [(0, 0), (1, 5), (2, 5), (3, 5), (1, 10)]
 
 
+def test_a_person_s_rollback_is_not_held_against_the_allocation() -> None:
+    past = over(Outcome.FENCED, relaunches=2, since_step=10)
+    asked = directive(4, cause="rollback", resume_from="checkpoint-5")
+    assert isinstance(start_rule(TASK, seen(directive=asked), past, Asked(), max_relaunches=2), StartTrainer)
+    assert relaunched(past, asked) == Past(4, relaunches=1, since_step=5)
+
+
 def held(**fields: Any) -> Seen:
     return seen(**{"held": 3, "held_claim": claim(), **fields})
 

@@ -9,8 +9,8 @@ from slurm.local_record import path as record_path
 from slurm.local_record import read
 from supervisor.journal import StopRequested, read_journal
 from supervisor.lease import LeaseFile
-from supervisor.observation import Request
 from supervisor.report.texts import event_lines
+from supervisor.requests import Request
 from tests.supervisor_room.stage import Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import UnusableFileError, publish_message, read_message

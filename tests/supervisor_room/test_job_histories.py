@@ -9,7 +9,7 @@ from slurm.job import JobState
 from supervisor.decision import Wait
 from supervisor.journal import Continued, Stopped, Submitted, SupervisorStarted
 from supervisor.lease import read_holder
-from supervisor.observation import Request
+from supervisor.requests import Request
 from tests.supervisor_room.stage import CRASHED, PREEMPTED, TIME_LIMIT, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import publish_message

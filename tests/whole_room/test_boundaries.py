@@ -18,7 +18,7 @@ import pytest
 
 from slurm.job import JobState
 from supervisor.journal import ResumeRequested, StopRequested
-from supervisor.observation import Request
+from supervisor.requests import Request
 from supervisor.run_state import replay
 from tests.supervisor_room.stage import Stage
 from tests.whole_room.kept_scheduler import KeptScheduler
@@ -29,7 +29,7 @@ _MANY = 400
 _PREEMPTED = ErrorDetail(type="Left", message="", what="preempted")
 _STOPPED = ErrorDetail(type="Left", message="", what="stop")
 _ONCE = {"Continued", "RolledBack", "VerdictSeen", "WorkerLeft", "Submitted", "Preempted", "Cancelled"}
-_ONCE |= {"StopRequested", "Stopped", "Finished", "ResumeRequested", "SegmentStarted"}
+_ONCE |= {"RollbackRequested", "Pinned", "StopRequested", "Stopped", "Finished", "ResumeRequested", "SegmentStarted"}
 
 
 class Mortal(Stage):
@@ -78,10 +78,13 @@ class Mortal(Stage):
 
     def succeed(self) -> None:
         """The next supervisor does the rest; a run that is over is left alone, as `higgsfield run` does."""
-        if replay(self.events).is_over:
-            return
-        self.start_supervisor()
-        self.settle()
+        if not self.has_nothing_to_do:
+            self.start_supervisor()
+            self.settle()
+
+    @property
+    def has_nothing_to_do(self) -> bool:
+        return replay(self.events).is_over and not self.run_dir.request.exists()
 
 
 def _count_files(folder: Path, count: Callable[[str], None]) -> None:
@@ -159,8 +162,25 @@ def _end(stage: Mortal) -> None:
     stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
 
 
+def _rollback_asked(stage: Mortal) -> None:
+    _train(stage)
+    stage.train(38)
+    publish_message(stage.run_dir.request, Request(verb="rollback", by="alice", to=10, lr_scale=0.5, asked_at=1.0))
+
+
+def _rollback_of_a_stopped_run(stage: Mortal) -> None:
+    _stop_carried_out(stage)
+    stage.settle()
+    publish_message(stage.run_dir.request, Request(verb="rollback", by="alice", to=10, skip=True, asked_at=1.0))
+
+
+def _pin(stage: Mortal) -> None:
+    _train(stage)
+    publish_message(stage.run_dir.request, Request(verb="pin", by="alice", to=10))
+
+
 HISTORIES = [_submission, _spike, _preemption, _node_failure, _stop, _stop_carried_out, _stop_in_the_queue]
-HISTORIES += [_resume, _end]
+HISTORIES += [_resume, _end, _rollback_asked, _rollback_of_a_stopped_run, _pin]
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +240,7 @@ def test_a_new_supervisor_for_each_pass_is_as_good_as_one(history: Callable[[Mor
     before: list[str] = []
     while (told := [name for name in many.names if name != "SupervisorStarted"]) != before:
         before = told
-        if not replay(many.events).is_over:
+        if not many.has_nothing_to_do:
             many.start_supervisor()
             many.look()
     assert _facts(many) == _facts(one)
@@ -251,3 +271,6 @@ def test_the_histories_are_what_they_are_called(tmp_path: Path) -> None:
     assert {"Cancelled", "Stopped"} <= set(names(_stop_in_the_queue))
     assert names(_resume).count("Submitted") == 2
     assert names(_end)[-1] == "Finished"
+    assert {"RollbackRequested", "RolledBack"} <= set(names(_rollback_asked))
+    assert names(_rollback_of_a_stopped_run).count("Submitted") == 2
+    assert names(_pin)[-1] == "Pinned"

@@ -1,0 +1,57 @@
+"""A person's levers: ask for it, and have it carried out by the run's supervisor, or here where none lives."""
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from supervisor.lease import describe, is_gone, read_holder
+from supervisor.requests import Request
+from supervisor.run_state import RunState
+from supervisor.runs import RunError
+from supervisor.supervise import carry_out_request, read_state
+from worker.contract.files import publish_message
+from worker.contract.manifest import complete_checkpoints
+from worker.contract.run_dir import RunDir
+
+_LOOK_EVERY_S = 0.3
+
+
+def ask(run_dir: RunDir, request: Request, out: TextIO) -> RunState:
+    """Have ``request`` carried out, and say by whom; where the run stands then. HeldError as in ``take_lease``."""
+    _wait_while_supervised(run_dir, lambda: not run_dir.request.exists())  # an earlier request has its turn first
+    publish_message(run_dir.request, request)
+    holder = read_holder(run_dir)
+    if holder is not None and not is_gone(holder):
+        print(f"{describe(holder)}; waiting for it", file=out, flush=True)
+    if not _wait_while_supervised(run_dir, lambda: _is_carried_out(run_dir)):
+        carry_out_request(run_dir, out)
+    return read_state(run_dir)
+
+
+def wait_until_over(run_dir: RunDir) -> bool:
+    """True when the run is over, False when its supervisor has died meanwhile."""
+    return _wait_while_supervised(run_dir, lambda: read_state(run_dir).is_over)
+
+
+def _wait_while_supervised(run_dir: RunDir, is_done: Callable[[], bool]) -> bool:
+    """Whether it is done; False only where nobody lives who would do it."""
+    while not is_done():
+        holder = read_holder(run_dir)
+        if holder is None or is_gone(holder):
+            return is_done()
+        time.sleep(_LOOK_EVERY_S)
+    return True
+
+
+def _is_carried_out(run_dir: RunDir) -> bool:
+    return not run_dir.request.exists() and read_state(run_dir).rollback_asked is None
+
+
+def check_step(run_dir: RunDir, step: int, *, or_scratch: bool) -> None:
+    """RunError, naming the steps that there are, where no complete checkpoint is at ``step``."""
+    steps = [manifest.step for manifest in complete_checkpoints(run_dir)]
+    if step in steps or (or_scratch and step == 0):
+        return
+    known = ", ".join(map(str, steps)) if steps else "none yet"
+    scratch = "; 0 begins from scratch" if or_scratch else ""
+    raise RunError(f"{run_dir.path.name}: no checkpoint is at step {step}; there are: {known}{scratch}")

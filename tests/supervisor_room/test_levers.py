@@ -1,0 +1,220 @@
+"""A person's rollback and pin: carried out once, whoever supervises, and whatever else goes on."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.job import JobState
+from supervisor import cli
+from supervisor.journal import Pinned, RollbackRequested, RolledBack
+from supervisor.lease import read_holder
+from supervisor.requests import Request
+from tests.supervisor_room.stage import CRASHED, Stage
+from worker.contract.directive import SkippedBatches
+from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.files import publish_message
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def training(folder: Path, **sections: Any) -> Stage:
+    stage = Stage(folder, **sections)
+    stage.settle()
+    stage.start_job()
+    stage.train(38)
+    stage.settle()
+    return stage
+
+
+def ask(stage: Stage, verb: str, **fields: Any) -> None:
+    publish_message(stage.run_dir.request, Request(verb=verb, by="alice", **fields))  # type: ignore[arg-type]
+    stage.settle()
+
+
+def test_a_rollback_stops_the_worker_by_a_newer_attempt_in_the_same_allocation(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    ask(stage, "rollback", to=20, asked_at=1.0)
+    told = stage.events[-1]
+    assert isinstance(told, RolledBack)
+    assert (told.cause, told.kind, told.from_step, told.to_step) == ("rollback", "requested", 38, 20)
+    assert (told.lr_scale, told.where, told.cost.steps_repeated) == (1.0, "same_allocation", 18)
+    assert (stage.directive.attempt, stage.directive.resume_from) == (2, "checkpoint-20")
+    assert stage.run_dir.checkpoint_steps() == [10, 20]
+    assert "alice asked to go back to step 20" in stage.directive.reason
+    assert not stage.run_dir.request.exists()
+
+
+def test_its_rate_is_absolute_and_its_skip_leaves_out_all_since(tmp_path: Path) -> None:
+    stage = training(tmp_path, recovery={"spike": {"hold_steps": 5, "ramp_steps": 5}})
+    ask(stage, "rollback", to=30, lr_scale=0.25, skip=True, asked_at=1.0)
+    assert stage.directive.lr_scale == 0.25
+    assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=30, count=8),)
+    assert stage.directive.lr_ramp is not None
+    assert stage.directive.lr_ramp.from_step == 30
+    assert "8 batches are left out" in stage.directive.reason
+    stage.claim()
+    stage.train(34)
+    ask(stage, "rollback", to=10, asked_at=2.0)
+    assert (stage.directive.resume_from, stage.directive.lr_scale) == ("checkpoint-10", 0.25)
+    assert stage.directive.lr_ramp.from_step == 30, "without a rate it stays what it is"
+    assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=30, count=8),)
+
+
+def test_the_same_rollback_may_be_asked_for_again(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    for again in range(4):
+        ask(stage, "rollback", to=20, asked_at=float(again + 1))
+        stage.claim()
+        stage.train(28)
+        stage.settle()
+    assert stage.names.count("RollbackRequested") == stage.names.count("RolledBack") == 4
+    assert stage.directive.attempt == 5
+    assert stage.submissions == 1, "a person's word is not held against the allocation"
+    assert stage.watched.run.state.rollbacks_since_progress == 0
+
+
+def test_progress_begins_anew_where_a_person_goes_back_to(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    ask(stage, "rollback", to=10, asked_at=1.0)
+    assert stage.watched.run.state.healthy_step == 10
+    stage.claim()
+    stage.train(26)
+    stage.settle()
+    assert stage.watched.run.state.healthy_step == 20
+
+
+@pytest.mark.parametrize("end", ["stopped", "gave_up"])
+def test_a_rollback_opens_a_run_that_was_stopped_or_gave_up(tmp_path: Path, end: str) -> None:
+    stage = training(tmp_path)
+    if end == "stopped":
+        ask(stage, "stop")
+        stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="", what="stop"))
+        stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
+    else:
+        stage.leave(Outcome.REFUSED, error=ErrorDetail(type="DataError", message="gone"))
+    stage.settle()
+    assert stage.state == end
+    stage.start_supervisor()
+    ask(stage, "rollback", to=20, lr_scale=0.5, asked_at=1.0)
+    assert stage.state == "queued"
+    assert (stage.directive.resume_from, stage.directive.lr_scale, stage.directive.stop) == ("checkpoint-20", 0.5, None)
+    assert stage.submissions == 2
+
+
+def test_it_answers_a_verdict_that_nobody_has_answered(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    publish_message(stage.run_dir.request, Request(verb="rollback", by="alice", to=10, lr_scale=0.9))
+    stage.spike(40, onset=39)
+    assert (stage.directive.cause, stage.directive.resume_from) == ("rollback", "checkpoint-10")
+    assert stage.names.count("RolledBack") == 1
+
+
+def test_a_checkpoint_that_is_gone_by_then_gives_the_next_older_one(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    (stage.run_dir.checkpoint(30) / "MANIFEST.json").unlink()
+    ask(stage, "rollback", to=30, asked_at=1.0)
+    assert stage.directive.resume_from == "checkpoint-20"
+    assert "checkpoint-30 is gone meanwhile" in stage.directive.reason
+    stage.claim()
+    ask(stage, "rollback", to=0, asked_at=2.0)
+    assert stage.directive.resume_from is None
+
+
+def test_a_stop_that_is_under_way_goes_before_a_rollback(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    ask(stage, "stop")
+    ask(stage, "rollback", to=20, asked_at=1.0)
+    stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="", what="stop"))
+    stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
+    stage.settle()
+    assert stage.state == "stopped"
+    assert stage.watched.run.state.rollback_asked is None
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_reaches_the_worker_that_runs_and_every_attempt_to_come(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    ask(stage, "pin", to=10)
+    ask(stage, "pin", to=30)
+    ask(stage, "pin", to=10)
+    assert (stage.directive.attempt, stage.directive.pinned) == (1, (10, 30))
+    assert [event.to for event in stage.events if isinstance(event, Pinned)] == [10, 30]
+    stage.leave(Outcome.CRASHED, error=CRASHED)
+    stage.settle()
+    assert (stage.directive.attempt, stage.directive.pinned) == (2, (10, 30))
+
+
+def test_quarantine_keeps_what_is_pinned(tmp_path: Path) -> None:
+    stage = training(tmp_path, checkpoint={"every_steps": 10, "healthy_after": 5, "keep_quarantined": 0})
+    ask(stage, "pin", to=20)
+    ask(stage, "rollback", to=10, asked_at=1.0)
+    assert [path.name for path in stage.run_dir.quarantine.iterdir()] == ["a1-checkpoint-20"]
+
+
+def test_a_run_that_is_over_is_pinned_and_stays_over(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    assert stage.state == "stopped"
+    ask(stage, "pin", to=20)
+    ask(stage, "stop")
+    assert (stage.state, stage.directive.pinned, stage.directive.stop) == ("stopped", (20,), "now")
+    assert not stage.run_dir.request.exists()
+
+
+def test_the_verb_itself_does_it_where_nobody_supervises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = training(tmp_path, cluster={"kind": "local"})
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    stage._forget_lease()
+    assert cli.main(["pin", str(stage.run_dir.path), "20"]) == cli.OK
+    assert "checkpoint-20 is kept for good" in capsys.readouterr().out
+    assert (stage.names[-1], stage.directive.pinned) == ("Pinned", (20,))
+    assert read_holder(stage.run_dir) is None
+
+
+# -- what the verbs say ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["rollback", "--to", "25"], "no checkpoint is at step 25; there are: 10, 20, 30; 0 begins from scratch"),
+        (["pin", "7"], "no checkpoint is at step 7; there are: 10, 20, 30"),
+        (["rollback", "--to", "20", "--lr-scale", "0"], "give a number above 0"),
+        (["rollback", "--to", "20", "--lr-scale", "nan"], "give a number above 0"),
+    ],
+)
+def test_a_wrong_step_or_rate_is_one_line(
+    tmp_path: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = training(tmp_path)
+    verb, *rest = argv
+    assert cli.main([verb, str(stage.run_dir.path), *rest]) == cli.WRONG_INPUT
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 1
+    assert not stage.run_dir.request.exists()
+
+
+def test_a_finished_run_does_not_go_back_and_one_that_is_being_stopped_has_its_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = training(tmp_path)
+    ask(stage, "stop")
+    assert cli.main(["rollback", str(stage.run_dir.path), "--to", "20"]) == cli.WRONG_INPUT
+    assert "is being stopped" in capsys.readouterr().err
+    stage.leave(Outcome.DONE)
+    stage.settle()
+    assert cli.main(["rollback", str(stage.run_dir.path), "--to", "20"]) == cli.WRONG_INPUT
+    assert "is finished" in capsys.readouterr().err
+    ask(stage, "rollback", to=20, asked_at=1.0)
+    assert stage.state == "finished"
+    assert not [event for event in stage.events if isinstance(event, RollbackRequested)]
