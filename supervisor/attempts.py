@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from slurm.job import JobState
 from supervisor.decision import Begin, Cancel, Decision, GiveUp, Wait
 from supervisor.journal import AttemptDecided, Cost, Where
+from supervisor.memory import memory_text
 from supervisor.observation import Observation
 from supervisor.run_state import MAY_COME_BACK, RunState
-from worker.contract.config import CheckpointConfig, ClusterConfig, RecoveryConfig
+from worker.contract.config import CheckpointConfig, ClusterConfig, Config, RecoveryConfig
 from worker.contract.directive import Cause
+from worker.contract.exit_report import NO_WORLD_ERROR
 from worker.contract.manifest import Manifest
 from worker.contract.run_dir import checkpoint_name
 
@@ -22,6 +24,13 @@ class Rules:
     recovery: RecoveryConfig
     checkpoint: CheckpointConfig
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    memory: str = ""
+    """How much memory the configuration needs, for a person."""
+
+
+def rules_of(config: Config) -> Rules:
+    """What of a configuration decides."""
+    return Rules(config.recovery, config.checkpoint, config.cluster, memory_text(config))
 
 
 def run_scale(run: RunState) -> float:
@@ -62,6 +71,8 @@ def _where(run: RunState, seen: Observation, rules: Rules) -> Where:
         return "new_job"  # a node that was struck often is in this allocation
     if lost_nodes(run, seen):
         return "new_job"  # nobody could start the ranks there again
+    if run.left is not None and run.left.error is not None and run.left.error.type == NO_WORLD_ERROR:
+        return "new_job"  # an agent is gone, and nothing brings it back within its step
     return "same_allocation" if run.relaunches_in_job < rules.recovery.relaunches_in_allocation else "new_job"
 
 

@@ -34,13 +34,16 @@ def strikes(run: RunState, seen: Observation) -> Iterator[NodeStruck]:
 
 
 def _evidence(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:
-    for report in seen.reports.values():
-        found = _of_report(report)
-        if found is not None and report.attempt == run.attempt:
+    reports = [report for report in seen.reports.values() if report.attempt == run.attempt]
+    is_one_node = run.job is not None and len(run.job.nodes) == 1
+    for report in reports:
+        found = _of_report(report) or _of_hang(report, is_one_node)
+        if found is not None:
             yield report.host, found
     if run.has_live_job:
         for name in lost_nodes(run, seen):
             yield name, f"Slurm gave it up under job {run.job_id}: {seen.nodes[name].why or seen.nodes[name].state}"
+    yield from _of_verdict(run, seen)
     if seen.job is not None and seen.job.job_id == run.job_id and not seen.reports:
         yield from _of_job(run, seen.job)
 
@@ -54,6 +57,25 @@ def _of_report(report: ExitReport) -> str | None:
     if report.signal is not None:
         return f"the trainer of rank {report.rank} was killed there by {signal.Signals(report.signal).name}"
     return None
+
+
+def _of_hang(report: ExitReport, is_one_node: bool) -> str | None:
+    """A hang points at a node where there is no other, or where the kernel itself waits for something there."""
+    hang = report.hang
+    if hang is None or not (is_one_node or hang.process.startswith("D")):
+        return None
+    return f"rank {report.rank} hung there while {hang.phase} after step {hang.step}: {hang.process}"
+
+
+def _of_verdict(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:
+    """Numbers that were not finite on one rank alone, of several."""
+    verdict, begun = run.verdict, run.segment_started
+    world = len(begun.start.rng_digests) if begun is not None and begun.start is not None else 1
+    if verdict is None or len(verdict.nonfinite_ranks) != 1 or world == 1:
+        return
+    [rank] = verdict.nonfinite_ranks
+    if rank in seen.pulses:
+        yield seen.pulses[rank].host, f"rank {rank} alone saw numbers that are not finite at step {verdict.step}"
 
 
 def _of_job(run: RunState, job: JobStatus) -> Iterator[tuple[str, str]]:

@@ -128,6 +128,9 @@ def _recovery(config: Config) -> Iterator[Problem]:
     if recovery.ramp_steps is not None and recovery.hold_steps is None:
         mend = "give recovery.spike.hold_steps, the steps before the ramp"
         yield Problem(("recovery", "spike", "ramp_steps"), "the rate is held for good, so it never ramps", mend)
+    if config.recovery.max_gpu_hours is not None and config.cluster.gpus == 0:
+        mend = "give cluster.gpus_per_node, or leave the key out"
+        yield Problem(("recovery", "max_gpu_hours"), "the run asks for no GPUs, so none are used up", mend)
 
 
 def _cluster(config: Config) -> Iterator[Problem]:

@@ -104,10 +104,9 @@ def _after_the_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
 
 
 def after_out_of_memory(run: RunState, seen: Observation, rules: Rules, reason: str) -> Decision:
-    """Once more where the attempt made steps, never twice in a row without progress."""
-    before = run.plan is not None and run.plan.cause == "out_of_memory" and run.attempts_since_progress > 1
-    if before or not run.has_stepped:
-        return GiveUp(f"out of memory, and nothing speaks for another try: {reason}", error=reason)
+    """Once more; a second time without a new healthy checkpoint, it needs less memory or more devices."""
+    if run.out_of_memory_since_progress:
+        return GiveUp(f"out of memory again, without a new healthy checkpoint: {reason}", (rules.memory,), reason)
     return continue_run(run, seen, rules, "out_of_memory", f"out of memory: {reason}")
 
 

@@ -14,6 +14,7 @@ from worker.contract.directive import Cause, LearningRateRamp, SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import Message, UnusableFileError, append_line, encode
 from worker.contract.loss_history import BatchPosition, Start
+from worker.contract.pulse import Phase
 
 Where = Literal["same_allocation", "requeued", "new_job"]
 
@@ -193,6 +194,15 @@ class Preempted(EventBase):
     restart: int
 
 
+class HangSeen(EventBase):
+    event: Literal["HangSeen"] = "HangSeen"
+    phase: Phase
+    quiet_s: float
+    limit_s: float
+    stacks: str
+    """Folder of the stacks, relative to the run's."""
+
+
 class NodeStruck(EventBase):
     """Evidence against a node: it spoilt the attempt, or seems to have."""
 
@@ -285,6 +295,7 @@ Event = (
     | VerdictSeen
     | WorkerLeft
     | Preempted
+    | HangSeen
     | NodeStruck
     | NodeExcluded
     | ProgressMade

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -26,11 +26,15 @@ from supervisor.requests import Request, read_request, request_news
 from supervisor.run_state import RunState
 from worker.contract.claim import Claim, read_claim
 from worker.contract.exit_report import ExitReport, Outcome
-from worker.contract.files import UnusableFileError, read_message
+from worker.contract.files import AnyMessage, UnusableFileError, read_message
 from worker.contract.loss_history import HistoryReader, Record
 from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
+from worker.contract.pulse import Pulse, Quiet
 from worker.contract.run_dir import RunDir
 
+_LONGEST_GAP_S: Final = 60.0
+_RANK_0_WAIT_S: Final = 60.0
+"""From the last report of another rank: by then rank 0's agent has ended its trainer, if there is such an agent."""
 ABSENT: Final = "the scheduler does not know it"
 _ESTIMATE_MOVED_S: Final = 1800.0
 
@@ -61,6 +65,10 @@ class Observation:
     reservations: Sequence[Reservation] = ()
     save_s: float | None = None
     """The longest of the last saves with the step before it; None before the first."""
+    pulses: Mapping[int, Pulse] = field(default_factory=dict)
+    """The last sign of life in the attempt's newest start, of rank 0 and of those that saw numbers not finite."""
+    quiet_s: float = 0.0
+    """For how long rank 0's was the same while the job was seen to run and nobody had reported."""
 
     @property
     def last(self) -> Record | None:
@@ -78,16 +86,24 @@ class Observer:
         self._trail: list[Stretch] = []
         self._manifests: dict[tuple[int, int], Manifest] = {}
         self._saves_s: deque[float] = deque(maxlen=5)
+        self._quiet = Quiet(_LONGEST_GAP_S)
 
     def look(self, run: RunState, now: float, job: JobStatus | None, look_error: str | None) -> Observation:
         """Everything there is to see of the run, beside the job status that was asked for all runs at once."""
         started = self._read_history()
+        claim, reports = _claim(self.run_dir, run.attempt), newest_reports(self.run_dir, run.attempt)
+        odd_ranks = (self._branch[-1].nonfinite_ranks or ()) if self._branch else ()
+        pulses = newest_pulses(self.run_dir, run.attempt, {0, *odd_ranks})
+        is_running = job is not None and job.state is JobState.RUNNING and claim is not None and not reports
+        sign = (run.attempt, claim, pulses.get(0)) if is_running else object()  # which is like no other
         return Observation(
             now=now,
             job=job,
             look_error=look_error,
-            claim=_claim(self.run_dir, run.attempt),
-            reports=newest_reports(self.run_dir, run.attempt),
+            claim=claim,
+            reports=reports,
+            pulses=pulses,
+            quiet_s=self._quiet.look(sign, now),
             started_segments=started,
             branch=tuple(self._branch),
             trail=tuple(self._trail),
@@ -148,14 +164,23 @@ def newest_reports(run_dir: RunDir, attempt: int) -> dict[int, ExitReport]:
     if not restarts:
         return {}
     folder = run_dir.restart(attempt, restarts[-1])
-    found = (_report(path) for path in sorted(folder.glob("rank-*.exit.json")))
+    found = (_read(path, ExitReport) for path in sorted(folder.glob("rank-*.exit.json")))
     return {report.rank: report for report in found if report is not None}
 
 
-def _report(path: Path) -> ExitReport | None:
-    """An exit report; one that cannot be read reports nothing, and its job will be seen to be over."""
+def newest_pulses(run_dir: RunDir, attempt: int, ranks: Iterable[int]) -> dict[int, Pulse]:
+    """Pulses of some ranks in the same start; all of them would be thousands of files."""
+    restarts = run_dir.restarts(attempt) if attempt else []
+    if not restarts:
+        return {}
+    found = {rank: _read(run_dir.pulse(attempt, restarts[-1], rank), Pulse) for rank in ranks}
+    return {rank: pulse for rank, pulse in found.items() if pulse is not None}
+
+
+def _read(path: Path, kind: type[AnyMessage]) -> AnyMessage | None:
+    """What a rank left; what cannot be read says nothing, and its job will be seen to be over."""
     try:
-        return read_message(path, ExitReport)
+        return read_message(path, kind)
     except UnusableFileError:
         return None
 
@@ -311,8 +336,14 @@ _TELLS_MOST = (
 )
 
 
+def _is_told(seen: Observation) -> bool:
+    """Whether rank 0 has reported; or others did a while ago, so that rank 0's agent must be gone."""
+    ended = [report.ended for report in seen.reports.values()]
+    return 0 in seen.reports or (bool(ended) and seen.now - max(ended) > _RANK_0_WAIT_S)
+
+
 def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
-    if run.left is not None or 0 not in seen.reports:
+    if run.left is not None or not _is_told(seen):
         return
     restarts = max(seen.job.restarts if seen.job else 0, run.job.restarts if run.job else 0)
     report = min(seen.reports.values(), key=lambda each: (_TELLS_MOST.index(each.outcome), each.rank))

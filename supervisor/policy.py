@@ -5,7 +5,9 @@ from typing import Final
 from slurm.job import JobState
 from supervisor.attempts import Rules, begin, continue_run, job_is_over, last_step, plan_attempt, run_scale
 from supervisor.bad_nodes import node_to_exclude
+from supervisor.budget import spent_gpu_hours
 from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, Finish, GiveUp, Wait
+from supervisor.hangs import answer_hang
 from supervisor.job_policy import after_out_of_memory, follow_job
 from supervisor.journal import AttemptDecided, WorkerLeft
 from supervisor.observation import Observation
@@ -23,6 +25,9 @@ def decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
         return Finish(step, f"all {step} steps are done")
     if run.stop_by is not None:
         return _stop(run, seen, rules, run.stop_by)
+    spent = spent_gpu_hours(run, seen, rules)
+    if spent is not None:
+        return spent
     if _was_stopped_by_file(left):
         return _end_stopped(run, seen, rules, "a STOP file", "a STOP file asked the worker to stop")
     if _was_cancelled_by_a_person(run, seen):
@@ -36,6 +41,8 @@ def decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
         return answer_verdict(run, seen, rules, run.verdict)
     if run.awaits_attempt:
         return _first_attempt(run, seen)
+    if run.hang is not None and (answer := answer_hang(run, seen, rules, run.hang)) is not None:
+        return answer
     if left is not None and left.outcome in _ANSWERS:
         return _ANSWERS[left.outcome](run, seen, rules, left)
     return follow_job(run, seen, rules)
@@ -81,6 +88,9 @@ def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: Worker
 
 
 def _answer_crash(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:
+    by_slurm = seen.job is not None and seen.job.state is JobState.OUT_OF_MEMORY
+    if by_slurm and left.error is not None and left.error.type == "Signal":
+        return after_out_of_memory(run, seen, rules, f"Slurm says so, and {left.error.message}")
     same_twice = run.crash_signature is not None and run.crash_signature == run.previous_crash_signature
     if same_twice and left.error is not None:
         reason = f"the same crash twice before any step: {left.error.type}: {left.error.message}"

@@ -14,6 +14,7 @@ from supervisor.journal import (
     Event,
     Finished,
     GaveUp,
+    HangSeen,
     JobSeen,
     LookFailed,
     LookRecovered,
@@ -89,6 +90,12 @@ class RunState:
     rollbacks: int = 0
     rollbacks_since_progress: int = 0
     attempts_since_progress: int = 0
+    out_of_memory_since_progress: int = 0
+    """Attempts that memory ran out in."""
+    busy_s: float = 0.0
+    """For how long the run's jobs were seen to hold their nodes, without the present stretch."""
+    busy_since: float | None = None
+    """When the present stretch began."""
     restarts_at_begin: int = 0
     """Slurm's restart count when the attempt was decided."""
     relaunches_in_job: int = 0
@@ -103,6 +110,8 @@ class RunState:
     """The reasons of the rollbacks since the last progress."""
     left: WorkerLeft | None = None
     """How the present attempt's worker left, as long as it is unanswered."""
+    hang: HangSeen | None = None
+    """The hang of the present attempt, as long as it is unanswered."""
     crash_signature: str | None = None
     """Signature of a crash before any step, of this attempt or of the one before."""
     previous_crash_signature: str | None = None
@@ -136,6 +145,10 @@ class RunState:
     job_name: str = ""
     final_step: int | None = None
 
+    def busy_until(self, now: float) -> float:
+        """Seconds for which the run's jobs held their nodes until ``now``, since the last resume."""
+        return self.busy_s + (max(0.0, now - self.busy_since) if self.busy_since is not None else 0.0)
+
     @property
     def is_over(self) -> bool:
         """Whether nothing more happens without a person's word."""
@@ -155,6 +168,9 @@ MAY_COME_BACK = frozenset({JobState.PREEMPTED, JobState.NODE_FAIL})
 """Over, unless Slurm shows the same job again within a while."""
 
 
+HOLDS_NODES = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING})
+
+
 def replay(events: Iterable[Event]) -> RunState:
     """The state after all of ``events``."""
     run = RunState()
@@ -165,10 +181,20 @@ def replay(events: Iterable[Event]) -> RunState:
 
 def apply(run: RunState, event: Event) -> RunState:
     """The state after one more event."""
-    after = replace(_apply(run, event), memory=remember(run.memory, event))
+    after = replace(_count_busy(_apply(run, event), event), memory=remember(run.memory, event))
     if after.state != run.state:
         after = replace(after, since=event.time)
     return replace(after, reason=event.reason) if event.reason else after
+
+
+def _count_busy(run: RunState, event: Event) -> RunState:
+    """Count for how long the run's job held its nodes; a job that was not seen yet, or not any more, holds none."""
+    holds = run.job is not None and not run.is_over and JobState(run.job.state) in HOLDS_NODES
+    if run.busy_since is None:
+        return replace(run, busy_since=event.time) if holds else run
+    if holds:
+        return run
+    return replace(run, busy_s=run.busy_s + max(0.0, event.time - run.busy_since), busy_since=None)
 
 
 def _apply(run: RunState, event: Event) -> RunState:
@@ -187,6 +213,8 @@ def _apply(run: RunState, event: Event) -> RunState:
             return _see_job(run, event)
         case Preempted():
             return replace(run, preempted=(event.job_id, event.restart))
+        case HangSeen():
+            return replace(run, hang=event)
         case NodeStruck():
             spent = None if run.has_stepped else run.job_id
             strike = Strike(event.node, event.attempt, event.time, event.evidence, spent)
@@ -234,6 +262,7 @@ def _begin_segment(run: RunState, event: SegmentStarted) -> RunState:
         segment_started=event,
         has_stepped=True,
         left=None,
+        hang=None,
         crash_signature=None,
         previous_crash_signature=None,
     )
@@ -256,10 +285,12 @@ def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
         job_id=run.job_id if keeps_job else None,
         job=run.job if keeps_job else None,
         attempts_since_progress=run.attempts_since_progress + 1,
+        out_of_memory_since_progress=run.out_of_memory_since_progress + (event.cause == "out_of_memory"),
         relaunches_in_job=run.relaunches_in_job + 1 if event.where == "same_allocation" else 0,
         verdict=None,
         rollback_asked=None,
         left=None,
+        hang=None,
         has_stepped=False,
         open_intent=None,
         ended_or_cancelled=run.ended_or_cancelled
@@ -288,6 +319,7 @@ def _refill(run: RunState) -> RunState:
         rollbacks_since_progress=0,
         attempts_since_progress=0,
         exclusions_since_progress=0,
+        out_of_memory_since_progress=0,
         relaunches_in_job=0,
         rolled_back_to=None,
         tried=(),
@@ -334,9 +366,8 @@ def _see_job(run: RunState, event: JobSeen) -> RunState:
     is_over = state.is_over and state not in MAY_COME_BACK
     ended = run.ended_or_cancelled | {event.job_id} if is_over else run.ended_or_cancelled - {event.job_id}
     is_back = run.job is not None and event.restarts > run.job.restarts
-    return replace(
-        run, job=event, state=_state_with_job(run, state), ended_or_cancelled=ended, left=None if is_back else run.left
-    )
+    after = replace(run, job=event, state=_state_with_job(run, state), ended_or_cancelled=ended)
+    return replace(after, left=None, hang=None) if is_back else after
 
 
 def _state_with_job(run: RunState, job: JobState) -> State:
@@ -391,8 +422,10 @@ def _reopen(run: RunState) -> RunState:
         awaits_attempt=True,
         stop_by=None,
         left=None,
+        hang=None,
         failed_submissions=0,
         submitted_times=(),
+        busy_s=0.0,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from supervisor.budget import gpu_hours
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, JobSeen, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
@@ -220,9 +221,10 @@ def _details(run_dir: RunDir, config: Config, state: RunState, events: list[Even
         {"step": m.step, "health": health(m, branch, after).value, "attempt": m.attempt}
         for m in complete_checkpoints(run_dir)
     ]
-    recovery = config.recovery
+    recovery, used = config.recovery, gpu_hours(state, time.time(), config.cluster.gpus)
     budgets = {
         "rollbacks_left": max(0, recovery.spike.max_rollbacks - state.rollbacks_since_progress),
+        "gpu_hours_left": None if recovery.max_gpu_hours is None else max(0.0, recovery.max_gpu_hours - used),
         "attempts_left": max(0, recovery.max_attempts_without_progress - state.attempts_since_progress),
     }
     excluded = [

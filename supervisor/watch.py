@@ -7,9 +7,10 @@ from typing import Final, Protocol
 
 from slurm.scheduler import SchedulerError
 from supervisor.actions import SupervisedRun, carry_out, finish_open_intent, publish_pins
-from supervisor.attempts import Rules
+from supervisor.attempts import Rules, rules_of
 from supervisor.bad_nodes import strikes
 from supervisor.decision import Decision, Wait
+from supervisor.hangs import hang_news
 from supervisor.job_looks import JobLooks
 from supervisor.journal import LookFailed, LookRecovered
 from supervisor.observation import Observation, Observer, news
@@ -54,7 +55,7 @@ class Watched:
 
     def __post_init__(self) -> None:
         self.observer = Observer(self.run.run_dir)
-        self.rules = Rules(self.run.config.recovery, self.run.config.checkpoint, self.run.config.cluster)
+        self.rules = rules_of(self.run.config)
 
 
 def watch(runs: Sequence[Watched], sleep: Callable[[float], None], looks: JobLooks, pass_s: float) -> None:
@@ -109,6 +110,8 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     _note_silence(run, seen)
     for event in news(run.state, seen, run.config.checkpoint.healthy_after):
         run.record(event)
+    for hang in hang_news(run.state, seen, run.config.recovery.hang_timeout_s):
+        run.record(hang)
     for strike in strikes(run.state, seen):
         run.record(strike)
     _clear_request(watched, seen)

@@ -44,10 +44,14 @@ from worker.contract import config
 from worker.contract.claim import FencedError
 from worker.contract.directive import Directive
 from worker.contract.exit_report import TRACEBACK_LINES, ErrorDetail, Outcome
-from worker.contract.files import UnusableFileError
+from worker.contract.files import UnusableFileError, publish
+from worker.contract.pulse import Hang
 from worker.contract.run_dir import RunDir
+from worker.memory_events import has_more_kills, own_kills
 from worker.start import Start
+from worker.stuck import process_state, what_proc_says
 from worker.trainers import Trainers
+from worker.watchdog import Watchdog
 
 WAIT_LOOK_S = 0.1
 TRAIN_LOOK_S = 1.0
@@ -87,6 +91,10 @@ def run(
         os._exit(exit_code)
 
 
+class UnkillableTrainerError(Exception):
+    """The trainer survived SIGKILL: the kernel holds it, and this node is no place for another one."""
+
+
 class Agent:
     """One rank's agent: a loop that looks, asks the rules, and does what they say."""
 
@@ -105,6 +113,8 @@ class Agent:
         self.past = Past()
         self.seen = Seen()
         self.child: Child | None = None
+        self.hang: Hang | None = None
+        self.kills_before: int | None = None
         self.preempted_at: float | None = None
         self.is_requeued = False
         self._signals: set[int] = set()
@@ -237,15 +247,18 @@ class Agent:
 
     def train(self, directive: Directive) -> None:
         """Run one trainer from its start to its exit report."""
-        self.started = time.time()
+        self.started, self.hang = time.time(), None
         start = self._start(directive)
         self.past = relaunched(self.past, directive)
+        self.kills_before = own_kills()
         self.child = self.trainers.start([str(self.run_dir.path), start.model_dump_json()])
         self.say(f"attempt {start.attempt}: trainer {self.child.pid} started")
         end = self.watch(self.child, directive.attempt)
         returncode = self.child.poll()
         if returncode is None:
-            raise TimeoutError(f"trainer {self.child.pid} survived SIGKILL")
+            self._leave_stacks(self.child.pid, directive.attempt)
+            state = process_state(self.child.pid)
+            raise UnkillableTrainerError(f"trainer {self.child.pid} survived SIGKILL: it is in state {state}")
         self._report_trainer(self.child, returncode, end, directive.attempt)
 
     def _start(self, directive: Directive) -> Start:
@@ -261,19 +274,22 @@ class Agent:
         sent: set[signal.Signals] = set()
         peer_ended_at: float | None = None
         looked_at = self.clock()
+        watchdog = Watchdog(self.run_dir, self.task, attempt, self.config.recovery.hang_timeout_s)
         while child.poll() is None:
             if self.clock() - looked_at >= TRAIN_LOOK_S:
                 self.look()
                 looked_at = self.clock()
+                watchdog.look(looked_at)
             peers = sorted(self.seen.reported - {self.task.rank})
             if peer_ended_at is None and peers:
                 peer_ended_at = self.clock()
                 self.say(f"the trainers of ranks {peers} ended, its own has {PEER_GRACE_S:.0f} s")
             asked = self.asked()
-            running = Running(attempt, frozenset(sent), self._since(self.preempted_at), self._since(peer_ended_at))
-            move = trainer_rule(self.task, self.seen, running, asked)
+            hang = watchdog.seen() if watchdog.is_hanging else None
+            since = self._since(self.preempted_at), self._since(peer_ended_at)
+            move = trainer_rule(self.task, self.seen, Running(attempt, frozenset(sent), *since, hang), asked)
             if isinstance(move, End):
-                return self._end(child, move)
+                return self._end(child, move, attempt, watchdog)
             if isinstance(move, Send):
                 child.send(move.number)
                 sent.add(move.number)
@@ -283,10 +299,24 @@ class Agent:
     def _since(self, at: float | None) -> float | None:
         return None if at is None else self.clock() - at
 
-    def _end(self, child: Child, end: End) -> End:
+    def _end(self, child: Child, end: End, attempt: int, watchdog: Watchdog) -> End:
+        """End the trainer; one that hangs, or that waits for a rank which is gone, leaves its stacks first."""
         self.say(f"ends its trainer: {end.reason}")
-        child.end(end.what == "hang", self.clock, self.sleep)
+        if end.what == "hang":
+            self.hang = watchdog.seen(process_state(child.pid))
+        if end.what in ("hang", "rank_died"):
+            stacks = self.run_dir.stacks(attempt, self.task.restart, self.task.rank)
+            if not child.dump_stacks(stacks, self.clock, self.sleep):
+                self._leave_stacks(child.pid, attempt)
+        child.end(self.clock, self.sleep)
         return end
+
+    def _leave_stacks(self, pid: int, attempt: int) -> None:
+        """Write down what the system says of a trainer that does not answer; a full disk must not keep it alive."""
+        try:
+            publish(self.run_dir.stacks(attempt, self.task.restart, self.task.rank), what_proc_says(pid) + "\n")
+        except OSError as error:
+            self.say(f"cannot write what /proc says: {error}")
 
     def _report_trainer(self, child: Child, returncode: int, end: End | None, attempt: int) -> None:
         """Write the exit report of a trainer that is over, and remember how it went."""
@@ -295,14 +325,16 @@ class Agent:
         self.look()
         asked, is_stopped = self.asked(), self._is_stopped(attempt)
         known = trainers_word(self.run_dir, self.task, attempt).error
-        outcome = outcome_of_trainer(returncode, end, asked.preempted or asked.time_limit or is_stopped)
+        is_asked = asked.preempted or asked.time_limit or is_stopped
+        killed_for_memory = has_more_kills(self.kills_before, own_kills())
+        outcome = outcome_of_trainer(returncode, end, is_asked, killed_for_memory)
         what = left_because(known.what if known else None, end, asked, is_stopped)
         if outcome is Outcome.LEFT and what == "preempted" and self.preempted_at is None:
             self.preempted_at = self.clock()
         tail = log_tail(self._log(), child.log_begin, TRACEBACK_LINES)
         error = error_of_trainer(outcome, returncode, known, end, what, tail)
         self.past = replace(self.past, outcome=outcome)
-        publish_report(self.run_dir, self.task, attempt, outcome, error, self.started, returncode)
+        publish_report(self.run_dir, self.task, attempt, outcome, error, self.started, returncode, self.hang)
         self.say(f"attempt {attempt} ended as {outcome}")
 
     def _await_own_signal(self) -> None:

@@ -10,6 +10,7 @@ from worker.contract.directive import read_directive
 from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome, TrainerError
 from worker.contract.files import UnusableFileError, publish_message, read_message
 from worker.contract.loss_history import last_record
+from worker.contract.pulse import Hang
 from worker.contract.run_dir import RunDir
 
 
@@ -98,6 +99,7 @@ def publish_report(
     error: ErrorDetail | None,
     started: float,
     returncode: int | None = None,
+    hang: Hang | None = None,
 ) -> None:
     """Put this rank's exit report in place; ``returncode`` as in subprocess, minus N for signal N."""
     known = trainers_word(run_dir, task, attempt)
@@ -116,6 +118,7 @@ def publish_report(
         started=started,
         ended=time.time(),
         error=error,
+        hang=hang,
     )
     path = run_dir.exit_report(attempt, task.restart, task.rank)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,14 +10,20 @@ _OWN_WORD_STANDS = frozenset({Outcome.DONE, Outcome.VERDICT, Outcome.FENCED, Out
 _ENDED_AS = {"stop": Outcome.LEFT, "preempted": Outcome.LEFT, "fenced": Outcome.FENCED}
 
 
-def outcome_of_trainer(returncode: int, end: End | None, is_asked_to_leave: bool) -> Outcome:
+def outcome_of_trainer(
+    returncode: int, end: End | None, is_asked_to_leave: bool, killed_for_memory: bool = False
+) -> Outcome:
     """How a trainer's start ended; ``returncode`` as in subprocess, minus N for signal N.
 
+    ``killed_for_memory``: the kernel counted such a kill in the group meanwhile, which explains a SIGKILL that nobody
+    here sent.
     A trainer that its agent was ending answers our SIGTERM with "left" or a traceback: that is not its own word.
     """
     own = outcome_of(returncode)
     if end is not None:
         return own if own in _OWN_WORD_STANDS else _ENDED_AS.get(end.what, Outcome.ENDED)
+    if killed_for_memory and returncode == -signal.SIGKILL:
+        return Outcome.OUT_OF_MEMORY
     if is_asked_to_leave and -returncode in _KILLED_IN_TIME:
         return Outcome.LEFT
     return own
@@ -39,6 +45,9 @@ def error_of_trainer(
         )
     if known is not None or outcome in (Outcome.DONE, Outcome.VERDICT):
         return known
+    if outcome is Outcome.OUT_OF_MEMORY:
+        message = "killed by the kernel: the main memory of the job's control group ran out (memory.events)"
+        return ErrorDetail(type="OutOfMemory", message=message, traceback=log_tail)
     if returncode < 0:
         name = signal.strsignal(-returncode) or "unknown"
         return ErrorDetail(type="Signal", message=f"killed by signal {-returncode} ({name})", traceback=log_tail)

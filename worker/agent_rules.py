@@ -11,6 +11,7 @@ from worker.contract.claim import Claim
 from worker.contract.directive import Directive
 from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ExitReport, Outcome
 from worker.contract.files import Message
+from worker.contract.pulse import Hang
 from worker.contract.run_dir import checkpoint_step
 
 PEER_GRACE_S = 10.0
@@ -221,6 +222,8 @@ class Running:
     sent: frozenset[signal.Signals] = frozenset()
     preempted_for_s: float | None = None
     peer_ended_for_s: float | None = None
+    hang: Hang | None = None
+    """None while there is progress."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,10 @@ def _end(task: Task, seen: Seen, running: Running, asked: Asked) -> End | None:
         return End("rank_died", f"the trainers of ranks {sorted(seen.reported - {task.rank})} ended")
     if running.preempted_for_s is not None and running.preempted_for_s >= PREEMPTED_GRACE_S:
         return End("preempted", f"not gone {PREEMPTED_GRACE_S:.0f} s after SIGTERM")
+    hang = running.hang
+    if hang is not None:
+        where = f"{hang.phase} after step {hang.step}"
+        return End("hang", f"no progress for {hang.quiet_s:.0f} s while {where}; {hang.limit_s:.0f} s are allowed")
     return None
 
 

@@ -66,7 +66,9 @@ def attach(trainer: Trainer, context: Context) -> Attached:
         context=context,
         order=order,
         detector=Detector(context.config.spike, context.directive.accept_level),
-        heart=Heart(context.run.pulse(start.attempt, start.restart, start.rank)),
+        heart=Heart(
+            context.run.pulse(start.attempt, start.restart, start.rank), context.config.recovery.hang_timeout_s
+        ),
     )
     if start.rank == 0:
         _take_over_files(attached)
@@ -134,7 +136,7 @@ class StepsCallback(TrainerCallback):
         if state.global_step >= state.max_steps:
             raise AlreadyTrainedError
         self._tap.begin()
-        attached.heart.beat("training", state.global_step)
+        attached.heart.beat("compiling", state.global_step)
         if evaluation_is_missing(args, state):
             attached.trainer.evaluate()
 

@@ -50,28 +50,50 @@ class Child:
             self._returncode = self._wait()
         return self._returncode
 
-    def end(self, is_hanging: bool, clock: Callable[[], float], sleep: Callable[[float], None]) -> int | None:
+    def end(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> int | None:
         """End it: SIGTERM, SIGKILL after 10 s; its return code, None where it survived that for 60 s.
 
-        One that hangs is first asked for its stacks. A stopped process answers nothing, so it is continued.
+        A stopped process answers nothing, so it is continued.
         """
         rungs = [((signal.SIGTERM, signal.SIGCONT), TERM_GRACE_S), ((signal.SIGKILL,), KILL_GRACE_S)]
-        if is_hanging:
-            rungs.insert(0, ((signal.SIGUSR1, signal.SIGCONT), HANG_GRACE_S))
         for numbers, grace_s in rungs:
             for number in numbers:
                 self.send(number)
-            if self._is_over_within(grace_s, clock, sleep):
+            if _within(grace_s, lambda: self.poll() is not None, clock, sleep):
                 break
         return self.poll()
 
-    def _is_over_within(self, grace_s: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
-        deadline = clock() + grace_s
-        while self.poll() is None:
-            if clock() >= deadline:
-                return False
-            sleep(POLL_S)
-        return True
+    def dump_stacks(self, stacks: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+        """Ask it for the stacks of its threads, in ``stacks``; whether they came within 5 s."""
+        before = _size(stacks)
+        sizes = [before]
+
+        def is_done() -> bool:
+            sizes.append(_size(stacks))
+            return self.poll() is not None or before < sizes[-2] == sizes[-1]
+
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            self.send(number)
+        _within(HANG_GRACE_S, is_done, clock, sleep)
+        return _size(stacks) > before
+
+
+def _within(
+    grace_s: float, is_done: Callable[[], bool], clock: Callable[[], float], sleep: Callable[[float], None]
+) -> bool:
+    deadline = clock() + grace_s
+    while not is_done():
+        if clock() >= deadline:
+            return False
+        sleep(POLL_S)
+    return True
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:

@@ -26,6 +26,7 @@ from worker.contract.claim import FencedError, check_claim
 from worker.contract.directive import Directive, read_directive
 from worker.contract.exit_report import EXIT_CODE_OF_OUTCOME, Outcome, TrainerError
 from worker.contract.files import UnusableFileError, publish_message
+from worker.contract.pulse import collective_timeout_s
 from worker.contract.run_dir import RunDir
 from worker.data import TrainingData
 from worker.documents import DataError
@@ -111,9 +112,10 @@ def train(run: RunDir, start: Start, progress: Progress) -> None:
     """Train one rank to the last step and publish ``final/``; raises what ends it earlier."""
     config = configuration.read(run.config)
     _log_to_stderr(start)
-    Heart(run.pulse(start.attempt, start.restart, start.rank)).beat("starting", 0)
+    timeout_s = config.recovery.hang_timeout_s
+    Heart(run.pulse(start.attempt, start.restart, start.rank), timeout_s).beat("starting", 0)
     _set_threads(os.environ)
-    world.join_world(run, start, os.environ)
+    world.join_world(run, start, os.environ, collective_timeout_s(timeout_s))
     directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
     context = Context(run, start, directive, config, "", chosen)

@@ -27,12 +27,17 @@ from worker.start import Start
 Value = TypeVar("Value")
 
 _MEETING_TIMEOUT_S = 300.0
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_AGAIN_TIMEOUT_S = 120.0
+"""For ranks that met before, and whose imports are done: as long as an agent may need to end its last trainer."""
 _SIOCGIFADDR = 0x8915
 
 
-def join_world(run: RunDir, start: Start, environment: MutableMapping[str, str]) -> None:
-    """Meet the other ranks; RefusedError where they are expected and do not come.
+class NoWorldError(Exception):
+    """Not all ranks came: one of their agents may be gone, and only a fresh job brings it back."""
+
+
+def join_world(run: RunDir, start: Start, environment: MutableMapping[str, str], timeout_s: float) -> None:
+    """Meet the other ranks; NoWorldError where they are expected and do not come. A collective takes ``timeout_s``.
 
     Without a world every task of a job would train by itself, as rank zero, into the same folder.
     """
@@ -41,8 +46,9 @@ def join_world(run: RunDir, start: Start, environment: MutableMapping[str, str])
         environment.pop(name, None)  # another launcher's leftovers would be taken for a world
     if start.world == 1:
         return
+    wait_s = _AGAIN_TIMEOUT_S if start.same_allocation else _MEETING_TIMEOUT_S
     try:
-        store, address, port = _meet(run.rendezvous(start.attempt, start.restart), start)
+        store, address, port = _meet(run.rendezvous(start.attempt, start.restart), start, wait_s)
         environment.update(
             RANK=str(start.rank),
             WORLD_SIZE=str(start.world),
@@ -50,9 +56,9 @@ def join_world(run: RunDir, start: Start, environment: MutableMapping[str, str])
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
         )
-        _begin_group(store, start, environment)
+        _begin_group(store, start, environment, timedelta(seconds=timeout_s))
     except (dist.DistError, TimeoutError, OSError, RuntimeError) as error:
-        raise RefusedError(f"{start.world} ranks found no world: {error}", what="world") from error
+        raise NoWorldError(f"{start.world} ranks found no world: {error}") from error
 
 
 def refuse_lonely_tasks(start: Start, environment: Mapping[str, str]) -> None:
@@ -68,29 +74,33 @@ def refuse_lonely_tasks(start: Start, environment: Mapping[str, str]) -> None:
         )
 
 
-def _meet(path: Path, start: Start) -> tuple[TCPStore, str, int]:
-    timeout = timedelta(seconds=_MEETING_TIMEOUT_S)
+def _meet(path: Path, start: Start, wait_s: float) -> tuple[TCPStore, str, int]:
+    """Return when every rank is at the store; a rank whose agent is gone would never come."""
+    timeout = timedelta(seconds=wait_s)
     if start.rank == 0:
         address = own_address()
         store = TCPStore(address, 0, start.world, True, timeout, wait_for_workers=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        publish_message(path, Rendezvous(address=address, port=store.port))
-        return store, address, store.port
-    found = _wait_for(lambda: read_message(path, Rendezvous), f"rank 0 published no {path.name}")
-    store = TCPStore(found.address, found.port, start.world, False, timeout)
+        found = Rendezvous(address=address, port=store.port)
+        publish_message(path, found)
+    else:
+        found = _wait_for(lambda: read_message(path, Rendezvous), wait_s, f"rank 0 published no {path.name}")
+        store = TCPStore(found.address, found.port, start.world, False, timeout)
+    store.set(f"rank {start.rank}", "")
+    store.wait([f"rank {rank}" for rank in range(start.world)], timeout)
     return store, found.address, found.port
 
 
-def _wait_for(look: Callable[[], Value | None], otherwise: str) -> Value:
-    deadline = time.monotonic() + _MEETING_TIMEOUT_S
+def _wait_for(look: Callable[[], Value | None], wait_s: float, otherwise: str) -> Value:
+    deadline = time.monotonic() + wait_s
     while (found := look()) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{otherwise} within {_MEETING_TIMEOUT_S:.0f} s")
+            raise TimeoutError(f"{otherwise} within {wait_s:.0f} s")
         time.sleep(0.02)
     return found
 
 
-def _begin_group(store: TCPStore, start: Start, environment: MutableMapping[str, str]) -> None:
+def _begin_group(store: TCPStore, start: Start, environment: MutableMapping[str, str], timeout: timedelta) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(start.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
@@ -98,7 +108,7 @@ def _begin_group(store: TCPStore, start: Start, environment: MutableMapping[str,
         backend = "gloo"
     if interface := interface_of(own_address()):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would look the host's own name up
-    dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.world, timeout=_COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.world, timeout=timeout)
 
 
 def own_address() -> str:

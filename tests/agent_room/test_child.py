@@ -14,6 +14,7 @@ from worker import agent
 from worker.agent_rules import StartTrainer
 from worker.child import Child, log_tail, spawn
 from worker.contract.exit_report import Outcome
+from worker.stuck import process_state, what_proc_says
 
 
 @pytest.fixture
@@ -47,12 +48,31 @@ def test_a_stopped_trainer_is_continued_so_that_it_can_answer(tmp_path: Path) ->
     )
     while "(stopped)" not in Path(f"/proc/{stopped.pid}/status").read_text():
         patient()(0)
-    assert stopped.end(is_hanging=True, clock=lambda: 0.0, sleep=patient()) == 5  # on the first rung: no time went by
+    assert not stopped.dump_stacks(tmp_path / "stacks", clock=lambda: 0.0, sleep=patient())  # no time went by
+    assert stopped.poll() == 5
 
 
-def test_only_a_hanging_trainer_is_asked_for_its_stacks(tmp_path: Path) -> None:
+def test_an_ended_trainer_is_not_asked_for_its_stacks(tmp_path: Path) -> None:
     ended = child(tmp_path, "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(5)); signal.pause()")
-    assert ended.end(is_hanging=False, clock=lambda: 0.0, sleep=patient()) == -signal.SIGTERM
+    assert ended.end(clock=lambda: 0.0, sleep=patient()) == -signal.SIGTERM
+
+
+def test_stacks_are_waited_for_no_longer_than_they_take_to_write(tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks"
+    asked = child(
+        tmp_path,
+        f"import faulthandler, signal; file = open({str(stacks)!r}, 'w'); faulthandler.register(signal.SIGUSR1, file)\n"
+        "print('up', flush=True)\ndef waits_here(): signal.pause()\nwhile True: waits_here()",
+    )
+    sleep = patient()
+    while not (tmp_path / "a log").read_text():
+        sleep(0)
+    assert asked.dump_stacks(stacks, clock=lambda: 0.0, sleep=sleep)  # no time went by
+    assert "in waits_here" in stacks.read_text()
+    assert process_state(asked.pid).startswith("S (sleeping)")
+    assert what_proc_says(asked.pid).startswith(f"thread {asked.pid} python")
+    asked.end(clock=lambda: 0.0, sleep=sleep)
+    assert (process_state(asked.pid), what_proc_says(asked.pid)) == ("", "")
 
 
 def test_the_return_code_stays_what_it_was(tmp_path: Path) -> None:
@@ -109,7 +129,7 @@ def test_an_agent_whose_trainer_survives_sigkill_leaves_and_starts_no_other(
     """No process of a test survives SIGKILL: the ladder is taken away instead, and the trainer ended here."""
     started = []
 
-    def survive(self: Child, is_hanging: bool, clock: object, sleep: object) -> None:
+    def survive(self: Child, clock: object, sleep: object) -> None:
         started.append(self)
 
     def sleep(seconds: float) -> None:
@@ -121,7 +141,7 @@ def test_an_agent_whose_trainer_survives_sigkill_leaves_and_starts_no_other(
     room.trainer(1, "while True: time.sleep(0.05)")
     room.direct(1)
     one = agent.Agent(room.run_dir, room.task(), room.trainer_module, time.monotonic, sleep)
-    with pytest.raises(TimeoutError, match="survived SIGKILL") as caught:
+    with pytest.raises(agent.UnkillableTrainerError, match=r"survived SIGKILL: it is in state [A-Z] ") as caught:
         one.run()
     one.fail(caught.value)
     [trainer] = started
@@ -130,4 +150,6 @@ def test_an_agent_whose_trainer_survives_sigkill_leaves_and_starts_no_other(
     report = room.report(1)
     assert report.outcome is Outcome.CRASHED
     assert report.error is not None
-    assert report.error.type == "TimeoutError"
+    assert report.error.type == "UnkillableTrainerError"
+    assert report.error.points_at_node
+    assert f"thread {trainer.pid} " in room.run_dir.stacks(1, 0, 0).read_text()

@@ -253,6 +253,8 @@ def test_when_one_rank_dies_the_other_is_ended_and_both_come_back(room: Room) ->
     assert (dead.outcome, dead.signal) == (Outcome.CRASHED, signal.SIGKILL)
     eventually(lambda: room.said("the trainers of ranks [1] ended"))
     room.advance(11)
+    eventually(lambda: room.said("ends its trainer: the trainers of ranks"))
+    room.advance(6)  # for its stacks
     room.noted("term")
     room.advance(11)
     other = room.report(rank=0)

@@ -32,6 +32,7 @@ from worker.agent_rules import (
 from worker.contract.claim import Claim
 from worker.contract.directive import Directive
 from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
+from worker.contract.pulse import Hang
 
 TASK = Task(job_id="7", name="hf-1", restart=1, rank=0, world=2, local_rank=0)
 OTHER = TASK.model_copy(update={"rank": 1})
@@ -173,6 +174,9 @@ def test_a_person_s_rollback_is_not_held_against_the_allocation() -> None:
     assert relaunched(past, asked) == Past(4, relaunches=1, since_step=5)
 
 
+HANG = Hang(phase="training", step=5, quiet_s=31.0, limit_s=30.0)
+
+
 def held(**fields: Any) -> Seen:
     return seen(**{"held": 3, "held_claim": claim(), **fields})
 
@@ -195,6 +199,14 @@ RUNS = [
     ("a newer restart's claim", held(held_claim=claim(restart=2)), Running(3), Asked(), "fenced"),
     ("another job's claim", held(held_claim=claim("8")), Running(3), Asked(), "fenced"),
     ("orphaned", held(), Running(3), Asked(orphaned=True), "parent_died"),
+    ("no progress", held(), Running(3, hang=HANG), Asked(), "hang"),
+    (
+        "no progress, and another rank is gone",
+        held(),
+        Running(3, peer_ended_for_s=10.0, hang=HANG),
+        Asked(),
+        "rank_died",
+    ),
 ]
 
 
@@ -231,6 +243,16 @@ OUTCOMES = [
 @pytest.mark.parametrize(("returncode", "end", "is_asked", "outcome"), OUTCOMES)
 def test_what_a_trainers_exit_means(returncode: int, end: Any, is_asked: bool, outcome: Outcome) -> None:
     assert outcome_of_trainer(returncode, End(end, "") if end else None, is_asked) is outcome
+
+
+def test_a_kill_is_for_want_of_memory_where_the_kernel_counted_one() -> None:
+    assert outcome_of_trainer(-9, None, is_asked_to_leave=False, killed_for_memory=True) is Outcome.OUT_OF_MEMORY
+    assert outcome_of_trainer(-9, None, is_asked_to_leave=True, killed_for_memory=True) is Outcome.OUT_OF_MEMORY
+    assert outcome_of_trainer(-11, None, is_asked_to_leave=False, killed_for_memory=True) is Outcome.CRASHED
+    assert outcome_of_trainer(-9, End("hang", ""), is_asked_to_leave=False, killed_for_memory=True) is Outcome.ENDED
+    told = error_of_trainer(Outcome.OUT_OF_MEMORY, -9, None, None, "", "tail")
+    assert told is not None
+    assert told.type == "OutOfMemory"
 
 
 def test_why_a_trainer_left() -> None:

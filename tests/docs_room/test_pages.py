@@ -27,8 +27,8 @@ from worker.contract.directive import Cause
 from worker.contract.exit_report import EXIT_CODE_OF_OUTCOME, Outcome
 from worker.contract.loss_history import _ALWAYS, Verdict
 from worker.contract.manifest import Health
+from worker.contract.pulse import Phase
 from worker.contract.yaml_file import parse_yaml
-from worker.pulse import Phase
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("supervisor", "slurm", "worker")

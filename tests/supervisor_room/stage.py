@@ -23,6 +23,7 @@ from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
 from worker.contract.files import publish_message
 from worker.contract.loss_history import BatchPosition, HistoryWriter, Probe, Start, record
 from worker.contract.manifest import MANIFEST, Manifest
+from worker.contract.pulse import Phase, Pulse
 
 BEGIN = 1_700_000_000.0
 PREEMPTED = ErrorDetail(type="Left", message="", what="preempted")
@@ -225,6 +226,11 @@ class Stage:
             self.settle()
         elif self.state == "starting":
             self.claim()
+
+    def pulse(self, phase: Phase = "training", limit_s: float = 30.0, rank: int = 0, host: str = "n1") -> None:
+        """A trainer gives a sign of life."""
+        path = self.run_dir.pulse(self.directive.attempt, 0, rank)
+        publish_message(path, Pulse(phase=phase, step=self.step, time=self.now, pid=1, host=host, limit_s=limit_s))
 
     def save(self, step: int) -> None:
         folder = self.run_dir.checkpoint(step)

@@ -5,6 +5,7 @@ config.yaml of its run, in which every default is written out.
 """
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -239,6 +240,11 @@ class RecoveryConfig(Section):
     """Relaunches in one allocation without a new healthy checkpoint; then a fresh job."""
     max_submissions_per_hour: Positive = 6
     """Jobs submitted within any hour; the next waits."""
+    max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
+    """GPU hours after which the run saves and gives up, counted from the times at which its jobs were seen to run."""
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds without progress that are a hang; longer where the run's own steps and saves take long, and in phases
+    of which little is known."""
     absent_grace_s: Annotated[float, Field(ge=0)] = 120.0
     """Seconds that a preempted or failed job may be out of Slurm's sight before it counts as over."""
     node_strikes: Positive = 2
@@ -254,6 +260,9 @@ class Fallback(Section):
     qos: str | None = None
     after_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds in the queue before it goes there."""
+
+
+_GPUS_IN_GRES = re.compile(r"(?:^|,)gpu(?::[^,:]*[^,:\d][^,:]*)?(?::(\d+))?(?:,|$)")
 
 
 class ClusterConfig(Section):
@@ -300,6 +309,12 @@ class ClusterConfig(Section):
     def tasks_on_each_node(self) -> int:
         """Ranks a node."""
         return self.tasks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all, as far as ``gpus_per_node`` or ``gres`` say."""
+        in_gres = _GPUS_IN_GRES.search(self.gres or "")
+        return self.nodes * (self.gpus_per_node or (int(in_gres[1] or 1) if in_gres else 0))
 
     @property
     def world_size(self) -> int:

@@ -1,10 +1,11 @@
-"""How a start of the worker ended, rank by rank: exit codes, outcomes, errors and the pulse."""
+"""How a start of the worker ended, rank by rank: exit codes, outcomes and errors."""
 
 import re
 from enum import StrEnum
 from typing import Literal
 
 from worker.contract.files import Message
+from worker.contract.pulse import Hang
 
 
 class Outcome(StrEnum):
@@ -46,6 +47,8 @@ WAITS_FOR_A_DIRECTIVE = frozenset(
 """Outcomes after which the attempt is over and only a newer directive starts a trainer again."""
 
 TRACEBACK_LINES = 100
+NO_WORLD_ERROR = "NoWorldError"
+"""``error.type`` of a crash because not all ranks came: in this allocation they never will."""
 PROOF_ERROR = "ProofError"
 """``error.type`` of a refusal that concerns the checkpoint alone: another one may do."""
 
@@ -99,6 +102,7 @@ class ExitReport(Message):
     started: float
     ended: float
     error: ErrorDetail | None = None
+    hang: Hang | None = None
 
 
 class TrainerError(Message):
@@ -108,16 +112,6 @@ class TrainerError(Message):
     step: int | None = None
     saved_step: int | None = None
     error: ErrorDetail | None = None
-
-
-class Pulse(Message):
-    """rank-N.pulse.json, by the trainer's main thread: at each phase change, and every 5 s between steps."""
-
-    phase: Literal["starting", "training", "evaluating", "saving", "finishing"]
-    step: int
-    time: float
-    pid: int
-    host: str
 
 
 class Rendezvous(Message):

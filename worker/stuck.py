@@ -1,0 +1,38 @@
+"""What the system says of a process that does not speak for itself."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def process_state(pid: int) -> str:
+    """The main thread's state, ``T (stopped)`` or ``D (disk sleep)``, and where in the kernel it waits; "" if gone."""
+    return _thread_state(Path(f"/proc/{pid}/task/{pid}"))
+
+
+def what_proc_says(pid: int) -> str:
+    """A line a thread: name, state, kernel function; the kernel's stack below it where it may be read."""
+    return "\n".join(_lines(Path(f"/proc/{pid}/task")))
+
+
+def _lines(tasks: Path) -> Iterator[str]:
+    try:
+        threads = sorted(tasks.iterdir(), key=lambda each: int(each.name))
+    except OSError:
+        return
+    for thread in threads:
+        yield f"thread {thread.name} {_read(thread / 'comm')}: {_thread_state(thread)}"
+        yield from (f"  {line}" for line in _read(thread / "stack").splitlines())
+
+
+def _thread_state(thread: Path) -> str:
+    states = [line.partition(":")[2].strip() for line in _read(thread / "status").splitlines() if line[:5] == "State"]
+    waits_in = _read(thread / "wchan")
+    return " ".join([*states, f"in {waits_in}"] if waits_in not in ("", "0") else states)
+
+
+def _read(path: Path) -> str:
+    """A file of /proc; "" where it is gone, or only root may read it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
