@@ -5,7 +5,7 @@ its index alone.  Tokens take one to four bytes each; those of a tokenizer are k
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from worker.contract.config import Config, DataConfig
 from worker.contract.data_report import DataReport, SetReport
-from worker.documents import DataError, SetKey, read_rows
+from worker.documents import DataError, Row, SetKey, read_rows
 from worker.row_filter import RowFilter
 from worker.token_cache import Notes, Tokens, cached, key_of
 from worker.tokens import collect, encode_bytes, encoder
@@ -41,14 +41,17 @@ class TrainingData:
     """A line for a person for each row that is broken."""
 
 
-def build_data(config: Config, tokenizer: Any, base: Path, cache: Path | None = None) -> TrainingData:
+def build_data(
+    config: Config, tokenizer: Any, base: Path, cache: Path | None = None, alive: Callable[[], None] = lambda: None
+) -> TrainingData:
     """The data that ``config`` names, relative paths taken from ``base``; DataError where there is none to train on.
 
-    Tokens are made once where there is a folder ``cache`` to keep them in.
+    Tokens are made once where there is a folder ``cache`` to keep them in. ``alive`` is called with each row: it may
+    take hours.
     """
-    made = {"train": _tokens("train", config, tokenizer, base, cache)}
+    made = {"train": _tokens("train", config, tokenizer, base, cache, alive)}
     if config.data.eval:
-        made["eval"] = _tokens("eval", config, tokenizer, base, cache)
+        made["eval"] = _tokens("eval", config, tokenizer, base, cache, alive)
     tokens = {key: one for key, (one, _) in made.items()}
     if config.data.eval_share:
         tokens["train"], tokens["eval"] = _split(tokens["train"], config.data.eval_share, config.run.seed)
@@ -87,15 +90,22 @@ def samples_of(key: str, tokens: Tokens, data: DataConfig, padding: int) -> "Blo
     return samples
 
 
-def _tokens(key: SetKey, config: Config, tokenizer: Any, base: Path, cache: Path | None) -> tuple[Tokens, Notes]:
+def _tokens(
+    key: SetKey, config: Config, tokenizer: Any, base: Path, cache: Path | None, alive: Callable[[], None]
+) -> tuple[Tokens, Notes]:
     """The documents' tokens; from the cache where making them is more work than reading the text."""
     data = config.data
     is_bytes = data.tokenizer == "bytes"
     kind: type[np.generic] = np.uint8 if is_bytes else np.uint16 if len(tokenizer) <= 2**16 else np.int32
 
+    def read() -> Iterator[Row]:
+        for row in read_rows(key, data, base):
+            alive()
+            yield row
+
     def make() -> tuple[Tokens, Notes]:
         row_filter = RowFilter(key, data.max_bad_rows)
-        rows = row_filter.kept(read_rows(key, data, base))
+        rows = row_filter.kept(read())
         encode = encode_bytes if is_bytes else encoder(tokenizer)
         tokens = collect(rows, encode, kind, data.max_tokens, data.pack, row_filter)
         return tokens, row_filter.notes()
@@ -103,7 +113,7 @@ def _tokens(key: SetKey, config: Config, tokenizer: Any, base: Path, cache: Path
     if cache is None or is_bytes:
         return make()
     settings = f"{data.max_tokens} {data.pack} {data.max_bad_rows}"
-    return cached(cache, key_of(read_rows(key, data, base), tokenizer, settings), make)
+    return cached(cache, key_of(read(), tokenizer, settings), make)
 
 
 def _split(tokens: Tokens, share: float, seed: int) -> tuple[Tokens, Tokens]:

@@ -3,6 +3,7 @@
 A handler only sets a flag; every rank learns of it at the next step boundary, all at the same one.
 """
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from worker.child import die_with
 from worker.contract.claim import FencedError
 from worker.contract.directive import Directive, read_directive
 from worker.contract.files import UnusableFileError
@@ -137,7 +139,7 @@ def identity_of(path: Path) -> Identity | None:
 
 
 class IgnoreSignals:
-    """A ``worker_init_fn`` for DataLoader processes: a signal to the whole job is the trainer's business."""
+    """A ``worker_init_fn`` for DataLoader processes: signals are the trainer's business, and they die with it."""
 
     def __init__(self, before: Callable[[int], None] | None) -> None:
         self._before = before
@@ -145,5 +147,9 @@ class IgnoreSignals:
     def __call__(self, worker: int) -> None:
         for number in _ASK_OF_SIGNAL:
             signal.signal(number, signal.SIG_IGN)
+        die_with(os.getppid())
+        trainer = multiprocessing.parent_process()
+        if trainer is not None and not trainer.is_alive():
+            os._exit(1)  # it was gone before this process could ask to be told
         if self._before is not None:
             self._before(worker)

@@ -1,5 +1,6 @@
 """The Trainer of a configuration: model, data, optimizer, schedule and arguments, nothing attached yet."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ from worker.optimizers import build_optimizer, build_schedule
 from worker.order import batches_an_epoch
 
 
-def build_trainer(run: RunDir, config: Config, base: Path) -> tuple[Trainer, TrainingData]:
-    """A Trainer that has everything to train ``config``; relative data paths are taken from ``base``."""
+def build_trainer(
+    run: RunDir, config: Config, base: Path, alive: Callable[[], None] = lambda: None
+) -> tuple[Trainer, TrainingData]:
+    """A Trainer that has everything to train ``config``; relative data paths are taken from ``base``.
+
+    ``alive`` is called whenever something of it is done.
+    """
     tokenizer = build_tokenizer(config, base)
-    data = build_data(config, tokenizer, base, run.tokens)
+    data = build_data(config, tokenizer, base, run.tokens, alive)
+    alive()
     model = build_model(config, tokenizer, base)
+    alive()
     try:
         trainer = Trainer(
             model=model,

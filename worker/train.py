@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -113,20 +113,21 @@ def train(run: RunDir, start: Start, progress: Progress) -> None:
     config = configuration.read(run.config)
     _log_to_stderr(start)
     timeout_s = config.recovery.hang_timeout_s
-    Heart(run.pulse(start.attempt, start.restart, start.rank), timeout_s).beat("starting", 0)
+    heart = Heart(run.pulse(start.attempt, start.restart, start.rank), timeout_s)
+    heart.beat("starting", 0)
     _set_threads(os.environ)
     world.join_world(run, start, os.environ, collective_timeout_s(timeout_s))
     directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
     context = Context(run, start, directive, config, "", chosen)
     if config.training.entrypoint is None:
-        publish_final(_train_as_configured(context, progress))
+        publish_final(_train_as_configured(context, progress, lambda: heart.beat("starting", 0)))
     else:
         publish_final(_train_as_scripted(context, config.training.entrypoint, progress))
 
 
-def _train_as_configured(context: Context, progress: Progress) -> Attached:
-    trainer, data = build_trainer(context.run, context.config, Path.cwd())
+def _train_as_configured(context: Context, progress: Progress, alive: Callable[[], None]) -> Attached:
+    trainer, data = build_trainer(context.run, context.config, Path.cwd(), alive)
     if context.start.rank == 0:
         _tell_of_data(context.run, data)
     progress.attached = attached = attach(trainer, replace(context, data_digest=data.digest))
