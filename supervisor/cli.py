@@ -19,6 +19,7 @@ from supervisor.config import ConfigError, load_config
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import HeldError, LostError, is_gone, read_holder
 from supervisor.levers import ask, check_step, wait_until_over
+from supervisor.live import watch_run
 from supervisor.report.log_text import SinceError, since_time
 from supervisor.requests import Request
 from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
@@ -121,6 +122,15 @@ def log(args: argparse.Namespace) -> int:
         follow_log(run_dir, since, sys.stdout)
     else:
         show_log(run_dir, since, sys.stdout)
+    return OK
+
+
+def watch(args: argparse.Namespace) -> int:
+    """Show a run as it goes on, whether or not anybody supervises it; q quits."""
+    run_dir = find_run(args.run, args.dir)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RunError(f"watch needs a terminal; `higgsfield log {args.run} --follow` goes anywhere")
+    watch_run(run_dir, sys.stdout)
     return OK
 
 
@@ -297,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
             of_config.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
         if verb is check:
             of_config.add_argument("--json", action="store_true")
-    for verb in (status, log, report, stop, resume, rollback, pin, doctor):
+    for verb in (status, watch, log, report, stop, resume, rollback, pin, doctor):
         of_run = _add(verbs, verb)
         if verb is not doctor:
             optional = "?" if verb is status else None

@@ -120,6 +120,9 @@ def test_the_summary_of_twenty_thousand_steps_is_quick_and_short() -> None:
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
+WAITING = {"id": "9", "state": "PENDING", "why": "Priority", "nodes": [], "starts_at": BEGIN + 7200, "ends_at": None}
+
+
 def standing_row(**changes: Any) -> dict[str, Any]:
     job = {"id": "4711", "state": "RUNNING", "why": "", "nodes": ["n1", "n2"], "starts_at": None, "ends_at": None}
     row: dict[str, Any] = {
@@ -131,20 +134,12 @@ def standing_row(**changes: Any) -> dict[str, Any]:
 
 
 def test_status_tells_each_run_on_one_line() -> None:
-    waiting = {
-        "id": "9",
-        "state": "PENDING",
-        "why": "Priority",
-        "nodes": [],
-        "starts_at": BEGIN + 7200,
-        "ends_at": None,
-    }
-    unknown = waiting | {"why": "QOSMaxJobsPerUserLimit", "starts_at": BEGIN + 400 * 86400}
+    unknown = WAITING | {"why": "QOSMaxJobsPerUserLimit", "starts_at": BEGIN + 400 * 86400}
     over = {"eta": None, "job": None, "supervisor": None}
     rows = [
         standing_row(),
         standing_row(
-            name="a-rather-long-name", state="queued", job=waiting, step=None, loss=None, eta=None, lr_scale=1.0
+            name="a-rather-long-name", state="queued", job=WAITING, step=None, loss=None, eta=None, lr_scale=1.0
         ),
         standing_row(name="b", state="recovering", job=unknown, eta=None),
         standing_row(name="c", state="starting", eta=None, supervisor=None),
@@ -172,15 +167,7 @@ def test_status_of_a_run_under_way_and_of_one_that_waits(tmp_path: Path) -> None
         "events": [],
     }
     lines = detail_lines(standing_row() | details, BEGIN)
-    waiting = {
-        "id": "9",
-        "state": "PENDING",
-        "why": "Priority",
-        "nodes": [],
-        "starts_at": BEGIN + 7200,
-        "ends_at": None,
-    }
-    lines += detail_lines(standing_row(state="queued", job=waiting, eta=None) | details, BEGIN)
+    lines += detail_lines(standing_row(state="queued", job=WAITING, eta=None) | details, BEGIN)
     alone = {"host": "h", "pid": 1, "alive": False}
     lines += detail_lines(standing_row(job=None, supervisor=alone) | details, BEGIN)
     assert_told("status-details", "\n".join(lines) + "\n")
