@@ -23,7 +23,7 @@ from worker.contract.claim import FencedError, check_claim
 from worker.contract.loss_history import ACTED, BatchPosition
 from worker.evaluation import evaluate_both, evaluated, evaluated_at, evaluation_is_missing
 from worker.fits import checked_optimizer, refuse_other_model
-from worker.guard import innermost
+from worker.guard import innermost, why_unguarded
 from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
 from worker.leaving import AlreadyTrainedError, AskedToLeaveError, VerdictError
 from worker.order import EpochOrder
@@ -70,15 +70,18 @@ def attach(trainer: Trainer, context: Context) -> Attached:
             context.run.pulse(start.attempt, start.restart, start.rank), context.config.recovery.hang_timeout_s
         ),
     )
+    unguarded = why_unguarded(trainer)
+    if unguarded is not None:
+        _log.warning("%s", unguarded)
     if start.rank == 0:
-        _take_over_files(attached)
+        _take_over_files(attached, (unguarded,) if unguarded else ())
     args.logging_nan_inf_filter = False
     args.save_total_limit = None
     trainer.add_callback(StepsCallback(attached))
     return attached
 
 
-def _take_over_files(attached: Attached) -> None:
+def _take_over_files(attached: Attached, warnings: tuple[str, ...]) -> None:
     """Rank 0 alone writes the history and the checkpoints, while its claim stands."""
     run, start, chosen = attached.context.run, attached.context.start, attached.context.chosen
     claim = run.claim(start.attempt)
@@ -86,7 +89,7 @@ def _take_over_files(attached: Attached) -> None:
     clear_staging(run, start.attempt, start.restart)
     begin_step = chosen.manifest.step if chosen else 0
     folder = run.checkpoint(begin_step) if chosen else None
-    attached.segment = Segment(run, start, begin_step, attached.files.check, folder)
+    attached.segment = Segment(run, start, begin_step, attached.files.check, folder, warnings)
 
 
 class StepsCallback(TrainerCallback):

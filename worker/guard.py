@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from transformers import Trainer
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
@@ -23,22 +24,17 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def withhold(optimizer: Optimizer, grad_norm: torch.Tensor | float) -> None:
-    """Make the coming ``optimizer.step()`` change nothing if the norm is not finite: weights, moments, step counts.
+    """Make the coming ``optimizer.step()`` change nothing if the norm is not finite: neither weights nor moments.
 
     A fused optimizer is told on its device and nobody waits for the answer; from any other the gradients are taken.
     """
-    inner = innermost(optimizer)
-    if isinstance(grad_norm, torch.Tensor) and grad_norm.device.type != "cpu" and _takes_found_inf(inner):
-        tell_fused(inner, grad_norm)
-    elif not math.isfinite(grad_norm):
+    inner, norm = innermost(optimizer), _whole(grad_norm)
+    if isinstance(norm, torch.Tensor) and _takes_found_inf(inner):
+        inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+    elif not math.isfinite(norm):
         for group in inner.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-
-
-def tell_fused(optimizer: Optimizer, grad_norm: torch.Tensor) -> None:
-    """Have a fused optimizer leave everything as it is in its next step if the norm is not finite."""
-    optimizer.found_inf = (~torch.isfinite(_whole(grad_norm))).float()  # type: ignore[attr-defined]
 
 
 def _takes_found_inf(optimizer: Optimizer) -> bool:
@@ -46,9 +42,20 @@ def _takes_found_inf(optimizer: Optimizer) -> bool:
     return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def _whole(norm: torch.Tensor) -> torch.Tensor:
-    """The norm over all shards where the gradient is sharded."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+def _whole(norm: torch.Tensor | float) -> torch.Tensor | float:
+    """The norm over all shards where the gradient is sharded: a collective, so every rank comes to the same answer."""
+    whole: torch.Tensor | float = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
+
+
+def why_unguarded(trainer: Trainer) -> str | None:
+    """Why updates of this Trainer cannot be withheld, for a person; None where they can."""
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        return (
+            "DeepSpeed applies its updates by itself: one whose gradient is not finite cannot be withheld, "
+            "only answered by a rollback"
+        )
+    return None
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -53,10 +53,17 @@ class Segment:
     """Appends this start's records; keeps in memory only those of the branch that are not plainly ``ok``."""
 
     def __init__(
-        self, run: RunDir, start: Start, begin_step: int, check: Callable[[], None], checkpoint: Path | None = None
+        self,
+        run: RunDir,
+        start: Start,
+        begin_step: int,
+        check: Callable[[], None],
+        checkpoint: Path | None = None,
+        warnings: tuple[str, ...] = (),
     ) -> None:
+        """``warnings`` go into the first record."""
         check()
-        self._warnings = restore_history(run, checkpoint, begin_step)
+        self._warnings = (*warnings, *restore_history(run, checkpoint, begin_step))
         self._writer = HistoryWriter(run.history, check)
         self.number = self._writer.next_segment
         self._start = start

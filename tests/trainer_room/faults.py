@@ -3,9 +3,11 @@
 ``die_at``: [step, moment, signal, rank] sends the rank a signal at a moment of a step. ``kill_in_save``: [step, name]
 kills a real process at every boundary of the save after that step. ``nan_weights``: N poisons the weights before step
 N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the attempt and
-clears .staging/ in the middle of a save.
+clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite, gradient and
+all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is.
 """
 
+import math
 import os
 import random
 import shutil
@@ -41,6 +43,7 @@ def inject_more(faults: dict[str, Any]) -> None:
     def attach_with_more(trainer: Any, context: Any) -> Attached:
         if faults.get("draws"):
             trainer.train_dataset = Drawing(trainer.train_dataset)
+        trainer.model.register_forward_hook(Poison(faults), with_kwargs=True)
         attached = attach(trainer, context)
         trainer.add_callback(Moments(attached, faults))
         return attached
@@ -58,6 +61,19 @@ def _be_superseded(original: Callable[..., None], attached: Attached, *args: Any
     take_claim(run.claim(1), claim)
     clear_staging(run, 1, 1)
     original(attached, *args)
+
+
+class Poison:
+    """Spoils the loss of a batch that holds the token which was asked for."""
+
+    def __init__(self, faults: dict[str, Any]) -> None:
+        self._infinite, self._nan = faults.get("poison", -1), faults.get("nan_loss", -1)
+
+    def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if (kwargs["input_ids"] == self._infinite).any():
+            output.loss = output.loss * math.inf
+        if (kwargs["input_ids"] == self._nan).any():
+            output.loss = output.loss + math.nan
 
 
 class Drawing(torch.utils.data.Dataset[Any]):

@@ -1,9 +1,8 @@
-"""The pure parts: the rates, retention, the guard, the refused fields."""
+"""The pure parts: the rates, retention, endings, what files and signals ask."""
 
 import math
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from worker.attach import nonfinite_ranks
 from worker.checkpoints import clear_staging, file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.config import CheckpointConfig
@@ -22,13 +20,12 @@ from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_hi
 from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.run_dir import RunDir
 from worker.documents import DataError
-from worker.guard import tell_fused, withhold
 from worker.interrupts import Ask, RunFiles, Signals
 from worker.leaving import AskedToLeaveError, ProofError, RefusedError, VerdictError
 from worker.probe import weights_are_finite
 from worker.randomness import random_digest, random_states_aside
 from worker.rates import configured_rates, hold_rates
-from worker.resume import choose, optimizer_steps, prove_probe
+from worker.resume import choose, prove_probe
 from worker.segment import telling_records
 from worker.start import Start
 from worker.train import exit_code_of
@@ -85,42 +82,6 @@ def test_a_schedule_without_a_base_rate_is_refused() -> None:
     optimizer, _ = trained()
     with pytest.raises(RefusedError, match="ReduceLROnPlateau has no base rate"):
         hold_rates(optimizer, ReduceLROnPlateau(optimizer), [0.1, 0.1], lambda step: 1.0)
-
-
-@pytest.mark.parametrize("kind", [partial(torch.optim.AdamW, fused=False), partial(torch.optim.SGD, momentum=0.9)])
-@pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_the_guard_leaves_weights_moments_and_counts_alone(
-    kind: Callable[..., torch.optim.Optimizer], norm: float
-) -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = kind([weight], lr=0.1)
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    before, steps = weight.clone(), optimizer_steps(optimizer, 1)
-    moments = [value.clone() for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
-    weight.grad = torch.full((3,), math.nan)
-    withhold(optimizer, torch.tensor(norm))
-    optimizer.step()
-    assert torch.equal(weight, before)
-    assert optimizer_steps(optimizer, 1) == steps
-    after = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
-    assert all(torch.equal(one, other) for one, other in zip(moments, after, strict=True))
-    weight.grad = torch.ones(3)
-    withhold(optimizer, torch.tensor(1.0))
-    optimizer.step()
-    assert not torch.equal(weight, before)
-
-
-def test_a_fused_optimizer_is_told_without_taking_its_gradients() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
-    for norm, moves in ((1.0, True), (math.nan, False), (math.inf, False), (2.0, True)):
-        before, steps = weight.clone(), optimizer_steps(optimizer, 0)
-        weight.grad = torch.full((3,), 1.0 if moves else math.nan)
-        tell_fused(optimizer, torch.tensor(norm))
-        optimizer.step()
-        assert torch.equal(weight, before) is not moves
-        assert optimizer_steps(optimizer, 0) == steps + moves
 
 
 @pytest.mark.parametrize(
@@ -242,20 +203,6 @@ def test_what_is_done_aside_leaves_no_trace() -> None:
         torch.rand(3)
         assert random_digest() != before
     assert random_digest() == before
-
-
-@pytest.mark.parametrize(
-    ("rows", "ranks"),
-    [
-        ([[1.0, 1.0, 0.0, 1.0]], None),
-        ([[1.0, math.nan, 0.0, 0.0]], (0,)),
-        ([[1.0, math.nan, 0.0, 1.0], [1.0, math.nan, 0.0, math.inf]], (1,)),
-        ([[math.nan, math.nan, 0.0, 0.0], [1.0, math.nan, 0.0, 0.0]], (0,)),
-        ([[1.0, math.nan, 0.0, 0.0], [1.0, math.nan, 0.0, 0.0]], None),
-    ],
-)
-def test_the_rank_that_was_not_finite_is_named(rows: list[list[float]], ranks: tuple[int, ...] | None) -> None:
-    assert nonfinite_ranks(rows, knows_norm=True) == ranks
 
 
 def test_one_of_several_tasks_may_not_think_that_it_is_alone() -> None:
