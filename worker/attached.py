@@ -16,6 +16,7 @@ from worker.order import EpochOrder
 from worker.pulse import Heart
 from worker.resume import Chosen, Settings, optimizer_steps
 from worker.segment import Segment
+from worker.sources import Locate
 from worker.spikes import Detector
 from worker.start import Start
 
@@ -31,6 +32,8 @@ class Context:
     data_digest: str
     chosen: Chosen | None
     """The checkpoint to begin from; None is from scratch."""
+    locate: Locate | None = None
+    """The rows of files that samples, given by index, are made of; None where nothing is known of files."""
 
 
 @dataclass

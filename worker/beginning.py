@@ -9,7 +9,7 @@ from worker import world
 from worker.attached import Attached, versions
 from worker.checkpoints import DETECTOR, EMA
 from worker.contract.directive import Directive, scale_at
-from worker.contract.loss_history import Probe
+from worker.contract.loss_history import LeftOutBatch, Probe
 from worker.contract.loss_history import Start as SegmentStart
 from worker.contract.run_dir import checkpoint_step
 from worker.ema import Ema
@@ -19,6 +19,7 @@ from worker.probe import probe_loss
 from worker.randomness import random_digest
 from worker.rates import hold_rates
 from worker.resume import Chosen, platform_of, prove, prove_probe, refuse_changes, settings_of
+from worker.sources import joined
 
 NEXT_SAMPLES = 8
 _log = logging.getLogger(__name__)
@@ -83,6 +84,27 @@ def _stated(attached: Attached, lr_expected: float) -> SegmentStart:
         passed_over=chosen.passed_over if chosen else (),
         versions=versions(),
         skip_batches=attached.context.directive.skip_batches,
+        left_out=newly_left_out(attached) if attached.segment is not None else (),
+    )
+
+
+def newly_left_out(attached: Attached) -> tuple[LeftOutBatch, ...]:
+    """The batches that this start leaves out and its checkpoint did not know of yet, with the text in them."""
+    chosen, order, locate = attached.context.chosen, attached.order, attached.context.locate
+    known = chosen.manifest.skip_batches if chosen else ()
+    named = {(one.epoch, batch) for one in known for batch in range(one.first, one.first + one.count)}
+    samples = {place: order.samples_in(*place) for place in order.left_out() if place not in named}
+    if not samples:
+        return ()
+    if locate is None:
+        return tuple(
+            LeftOutBatch(epoch=epoch, batch=batch, samples=tuple(own)) for (epoch, batch), own in samples.items()
+        )
+    indices = [index for own in samples.values() for index in own]
+    rows = dict(zip(indices, locate(indices), strict=True))
+    return tuple(
+        LeftOutBatch(epoch=epoch, batch=batch, rows=joined([row for index in own for row in rows[index]]))
+        for (epoch, batch), own in samples.items()
     )
 
 

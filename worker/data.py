@@ -7,6 +7,7 @@ its index alone.  Tokens take one to four bytes each; those of a tokenizer are k
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from worker.contract.config import Config, DataConfig
 from worker.contract.data_report import DataReport, SetReport
 from worker.documents import DataError, Row, SetKey, read_rows
 from worker.row_filter import RowFilter
+from worker.sources import Locate, Piece, pieces_between, rows_of_samples
 from worker.token_cache import Notes, Tokens, cached, key_of
 from worker.tokens import collect, encode_bytes, encoder
 
@@ -30,13 +32,17 @@ Sample = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Samples for training and evaluation; ``digest`` changes when a training sample does."""
+    """Samples for training and evaluation; ``digest`` changes when a training sample does.
+
+    ``locate`` names the rows of the files that each of the training samples, given by index, is made of.
+    """
 
     train: Dataset[Sample]
     evaluation: Dataset[Sample] | None
     collator: Callable[[list[Sample]], Sample]
     digest: str
     report: DataReport
+    locate: Locate
     lines: tuple[str, ...] = ()
     """A line for a person for each row that is broken."""
 
@@ -66,6 +72,7 @@ def build_data(
         collator=Stack(flat) if config.data.pack else Pad(padding),
         digest=digest,
         report=DataReport(data_digest=digest, train=reports["train"], eval=reports.get("eval")),
+        locate=partial(rows_of_samples, samples["train"], config.data, tokenizer),
         lines=tuple(line for _, notes in made.values() for line in notes.lines),
     )
 
@@ -172,6 +179,11 @@ class Blocks(Dataset[Sample]):
         first, last = np.searchsorted(self._tokens.starts, [begin, begin + self.length])
         return self._tokens.starts[first:last] - begin
 
+    def pieces(self, index: int) -> list[Piece]:
+        """The documents, and their tokens, that sample ``index`` holds."""
+        begin = _checked(index, len(self)) * self.length
+        return pieces_between(self._tokens, begin, begin + self.length)
+
     def digest(self) -> str:
         """Names every sample."""
         return _digest(self._tokens, f"pack {self.length}")
@@ -191,6 +203,11 @@ class Rows(Dataset[Sample]):
         begin, end = self._bounds(_checked(index, len(self)))
         ids = torch.from_numpy(self._tokens.ids[begin : min(end, begin + self.length)].astype(np.int64))
         return {"input_ids": ids, "labels": _labels(ids, self._tokens.learned, begin)}
+
+    def pieces(self, index: int) -> list[Piece]:
+        """The document, and its tokens, that sample ``index`` holds."""
+        begin, end = self._bounds(_checked(index, len(self)))
+        return pieces_between(self._tokens, begin, min(end, begin + self.length))
 
     def _bounds(self, index: int) -> tuple[int, int]:
         starts = self._tokens.starts

@@ -76,13 +76,18 @@ def _rows_of(path: Path | str, data: DataConfig) -> Iterator[Row]:
     if isinstance(path, str):
         kind, rows = "hub", rows_of_hub(path)
     else:
-        kind = data.format if data.format != "auto" else FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
+        kind = format_of(path, data)
         if kind == "text":
             yield Row(str(path), 1, "", _text_of_file(path, any_bytes=data.tokenizer == "bytes"))
             return
         rows = ROWS_OF_FORMAT[kind](path)
     for number, fields in rows:
         yield Row(str(path), number, WORD_OF_FORMAT[kind], content_of(fields, data))
+
+
+def format_of(path: Path, data: DataConfig) -> str:
+    """How a file is read: as ``data.format`` says, or by its ending, ``text`` for all others."""
+    return data.format if data.format != "auto" else FORMAT_OF_ENDING.get(path.suffix.lower(), "text")
 
 
 def find_files(key: str, wanted: Sequence[str], base: Path) -> list[Path | str]:

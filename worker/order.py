@@ -92,8 +92,19 @@ class EpochOrder(Sampler[int]):
 
     def samples_of(self, step: int) -> list[int]:
         """The sample indices of optimizer step ``step``."""
-        epoch, batch = self.batch_of(step)
+        return self.samples_in(*self.batch_of(step))
+
+    def samples_in(self, epoch: int, batch: int) -> list[int]:
+        """The sample indices of a global batch of the epoch's own order."""
         return self._batch(self._samples(epoch), batch)
+
+    def left_out(self) -> list[tuple[int, int]]:
+        """(epoch, batch) of everything that is skipped and lies ahead of where training begins."""
+        step, behind = self._begin
+        begin_epoch = step // self.num_batches
+        skipped = {(one.epoch, batch) for one in self._skipped for batch in range(one.first, one.first + one.count)}
+        ahead = [(epoch, batch) for epoch, batch in sorted(skipped) if (epoch, batch) >= (begin_epoch, behind)]
+        return [(epoch, batch) for epoch, batch in ahead if batch < self.num_batches]
 
     def _samples(self, epoch: int) -> list[int]:
         if not self._shuffle:

@@ -130,7 +130,7 @@ def _train_as_configured(context: Context, progress: Progress, alive: Callable[[
     trainer, data = build_trainer(context.run, context.config, Path.cwd(), alive)
     if context.start.rank == 0:
         _tell_of_data(context.run, data)
-    progress.attached = attached = attach(trainer, replace(context, data_digest=data.digest))
+    progress.attached = attached = attach(trainer, replace(context, data_digest=data.digest, locate=data.locate))
     trainer.add_callback(LogLines())
     chosen = context.chosen
     try:

@@ -20,6 +20,7 @@ from supervisor.journal import (
     LookRecovered,
     ProgressMade,
     RolledBack,
+    SegmentStarted,
     Stopped,
     SubmitIntended,
     SupervisorStarted,
@@ -28,7 +29,7 @@ from supervisor.journal import (
 )
 from supervisor.report.accounting import Interruption
 from supervisor.report.figures import count, duration, local_time, node_hours, printable
-from worker.contract.loss_history import BatchPosition
+from worker.contract.loss_history import BatchPosition, LeftOutBatch
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""
@@ -109,7 +110,7 @@ def lay_out(event: Event, stamp: str, cost: Interruption | None, width: int) -> 
 
 def _wrap(head: str, margin: str, text: str, width: int) -> list[str]:
     room = max(24, width - len(margin))
-    first, *more = textwrap.wrap(printable(text), room, break_on_hyphens=False) or [""]
+    first, *more = textwrap.wrap(printable(text), room, break_on_hyphens=False, break_long_words=False) or [""]
     return [f"{head}{first}".rstrip(), *(margin + line for line in more)]
 
 
@@ -225,6 +226,21 @@ def _of_job(event: JobSeen) -> Iterator[Detail]:
         yield "because", event.reason
 
 
+def _of_segment(event: SegmentStarted) -> Iterator[Detail]:
+    for one in event.start.left_out if event.start is not None else ():
+        yield "left out", f"batch {one.batch} of epoch {one.epoch}: {_sources(one)}"
+
+
+def _sources(one: LeftOutBatch) -> str:
+    """``line 33-40, 45 of FILE``: where the text of a batch stands."""
+    spans: dict[tuple[str, str], list[str]] = {}
+    for rows in one.rows:
+        span = f"{rows.first}-{rows.last}" if rows.last > rows.first else f"{rows.first}"
+        spans.setdefault((rows.unit, rows.file), []).append(span)
+    said = [f"{unit} {', '.join(of_file)} of {file}" for (unit, file), of_file in spans.items()]
+    return "; ".join(said) or f"samples {', '.join(map(str, one.samples))}"
+
+
 def _of_left(event: WorkerLeft) -> Iterator[Detail]:
     if event.error is not None and event.error.message:
         yield "", f"{event.error.type}: {event.error.message}".splitlines()[0]
@@ -246,6 +262,7 @@ _DETAILS: Final[dict[type, Callable[..., Iterator[Detail]]]] = {
     RolledBack: _of_rollback,
     Continued: _of_continued,
     JobSeen: _of_job,
+    SegmentStarted: _of_segment,
     WorkerLeft: _of_left,
     GaveUp: _of_given_up,
     Stopped: _of_stopped,

@@ -3,13 +3,17 @@
 import json
 import signal
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from supervisor.journal import SegmentStarted
+from supervisor.report.texts import details_of
 from tests.trainer_room.rig import Rig, same_end
 from worker.contract.manifest import complete_manifest
+from worker.order import EpochOrder
 
 pytestmark = pytest.mark.training
 
@@ -37,6 +41,21 @@ def skip(epoch: int, first: int, count: int) -> list[dict[str, int]]:
 
 def positions(rig: Rig) -> list[tuple[int, int]]:
     return [(record.data.epoch, record.data.batch) for record in rig.history() if record.data]
+
+
+def left_out_lines(rig: Rig) -> dict[int, str]:
+    """Batches 3 and 4 of the second epoch, and the lines of the text that their four blocks of 32 bytes hold."""
+    text = Path(str(rig.config.data.train)).read_bytes()
+    order = EpochOrder(range(20), global_batch=4, seed=7, shuffle=True, skipped=())
+    found = {}
+    for batch in (3, 4):
+        lines: set[int] = set()
+        for sample in order.samples_in(1, batch):
+            begin, end = sample * BLOCK, (sample + 1) * BLOCK
+            lines |= set(range(text.count(b"\n", 0, begin) + 1, text.count(b"\n", 0, end - 1) + 2))
+        runs = [list(run) for _, run in groupby(sorted(lines), key=lambda line: line - sorted(lines).index(line))]
+        found[batch] = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return found
 
 
 @pytest.mark.parametrize(("is_packed", "world", "accumulation"), [(True, 1, 1), (False, 2, 2)])
@@ -73,6 +92,12 @@ def test_a_run_without_them_is_the_run_whose_data_never_held_them(
     assert positions(skipping) == [(0, batch) for batch in (0, 1, 2, 3, 6, 7, 8, 9, 10, 11)]
     assert [record.step for record in skipping.history() if record.start] == [1, 5, 9]
     same_end(skipping, never)
+    first, second, restarted = [record.start for record in skipping.history() if record.start]
+    assert first.left_out == restarted.left_out == ()
+    assert [(one.epoch, one.batch) for one in second.left_out] == [(0, 4), (0, 5)]
+    lines = [(rows.first, rows.last) for one in second.left_out for rows in one.rows]
+    row = [number + 1 for number in left_out]
+    assert lines == ([(1, 1)] * 2 if is_packed else [(row[0], row[global_batch - 1]), (row[global_batch], row[-1])])
     manifest = complete_manifest(skipping.run.checkpoint(8))
     assert [(one.first, one.count) for one in manifest.skip_batches] == [(2, 4)]
     assert (manifest.batches_into_epoch, manifest.samples_seen) == (10, 8 * global_batch)
@@ -88,6 +113,11 @@ def test_an_epochs_tail_is_filled_from_its_head_and_an_interruption_changes_noth
     undisturbed.finish()
     second = [(1, batch) for batch in (0, 1, 2, 0, 1)]
     assert positions(undisturbed) == [(0, batch) for batch in range(5)] + second + [(2, 0), (2, 1)]
+    told = details_of(SegmentStarted(segment=1, restart=0, step=1, start=undisturbed.history()[0].start))
+    assert told == [
+        ("left out", f"batch {batch} of epoch 1: line {lines} of {undisturbed.config.data.train}")
+        for batch, lines in left_out_lines(undisturbed).items()
+    ]
     disturbed.finish(21, die_at=[9, "begin", signal.SIGTERM, 0])
     disturbed.start(restart=1, die_at=[11, "end", signal.SIGKILL, 0])
     assert disturbed.processes[-1].wait() == -signal.SIGKILL

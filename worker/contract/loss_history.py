@@ -52,6 +52,27 @@ class PassedOver(Message):
     reason: str
 
 
+class SourceRows(Message):
+    """Rows of one file that lie together, counted from 1; what a row is depends on the file's format."""
+
+    file: str
+    unit: Literal["line", "entry", "row"]
+    first: int
+    last: int
+
+
+class LeftOutBatch(Message):
+    """A global batch that is skipped, and the text in it: of every document that any of its samples holds.
+
+    ``samples``, their indices, instead where nothing is known of files: a data set that is a person's own.
+    """
+
+    epoch: int
+    batch: int
+    rows: tuple[SourceRows, ...] = ()
+    samples: tuple[int, ...] = ()
+
+
 class Start(Message):
     """What a segment began with, stated and checked before its first step."""
 
@@ -68,6 +89,8 @@ class Start(Message):
     passed_over: tuple[PassedOver, ...] = ()
     versions: dict[str, str]
     skip_batches: tuple[SkippedBatches, ...] = ()
+    left_out: tuple[LeftOutBatch, ...] = ()
+    """What of ``skip_batches`` is ahead of this segment and was not left out before its checkpoint was made."""
 
 
 class Record(Message):
