@@ -4,7 +4,7 @@ import difflib
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -118,7 +118,7 @@ def _problem(place: tuple[str | int, ...], errors: Sequence[ErrorDetails]) -> Pr
         mend = "write its keys" if _section(keys) else f"write it, or give --set {'.'.join(keys)}=VALUE"
         return Problem(keys, "it is missing", mend, is_missing=True)
     if kind in ("missing", "too_long"):
-        return Problem(keys, "a wrong number of values", f"write as many as in {_default(keys)}")
+        return Problem(keys, "a wrong number of values", f"write {_length(keys)} of them")
     if kind == "literal_error":
         return _not_a_choice(keys, value, first["ctx"]["expected"])
     if kind in _BOUNDS:
@@ -226,9 +226,14 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def _default(keys: Place) -> str:
+def _length(keys: Place) -> int:
+    """How many values a list of a fixed length takes."""
     section = _section(keys[:-1])
-    return str(list(section.model_fields[keys[-1]].default)) if section else "the documentation"
+    assert section is not None
+    kinds: list[Any] = [section.model_fields[keys[-1]].annotation]
+    while get_origin(kinds[0]) is not tuple:
+        kinds = [*kinds[1:], *get_args(kinds[0])]
+    return len(get_args(kinds[0]))
 
 
 def _on_one_line(text: str) -> str:

@@ -91,6 +91,21 @@ def _length(config: Config) -> Iterator[Problem]:
         yield Problem(("training", "schedule", "warmup"), message, "make it shorter; below 1 it is a share of the run")
 
 
+_OPTIMIZER_KEYS = ("lr", "weight_decay", "betas", "eps", "momentum")
+"""Arguments that have a key of their own; all but the first two only where the optimizer is no class by its name."""
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer, place = config.training.optimizer, ("training", "optimizer")
+    for name in _OPTIMIZER_KEYS[:2] if ":" in optimizer.name else _OPTIMIZER_KEYS:
+        if name in optimizer.args:
+            key = "learning_rate" if name == "lr" else name
+            yield Problem((*place, "args", name), "it has a key of its own", f"set training.optimizer.{key}")
+    if optimizer.name == "sophia" and config.training.precision == "fp16":
+        mend = "set training.precision to bf16 or fp32"
+        yield Problem((*place, "name"), "the squared gradients of sophia vanish in fp16", mend)
+
+
 def _evaluation(config: Config) -> Iterator[Problem]:
     data, every = config.data, config.training.eval_every
     if every is not None and not data.eval and data.eval_share is None:
@@ -177,7 +192,7 @@ def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    *(_run, _entrypoint, _weights, _evaluation, _columns),
+    *(_run, _entrypoint, _weights, _optimizer, _evaluation, _columns),
     *(_extra, _recovery, _cluster),
 )
 _OF_OUR_RECIPE: tuple[Callable[[Config], Iterator[Problem]], ...] = (_needed, _model, _length)

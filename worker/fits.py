@@ -15,7 +15,7 @@ from worker.leaving import RefusedError
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PLAIN_WEIGHTS = frozenset({_WEIGHTS, _INDEX, "adapter_model.safetensors", "pytorch_model.bin"})
-_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "momentum", "hessian_moment"})
 
 
 def missing_part(names: Collection[str]) -> str | None:

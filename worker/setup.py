@@ -17,6 +17,7 @@ from worker.leaving import RefusedError
 from worker.models import build_model, build_tokenizer
 from worker.optimizers import build_optimizer, build_schedule
 from worker.order import batches_an_epoch
+from worker.sophia import Curvature
 
 
 def build_trainer(
@@ -59,6 +60,8 @@ def _build_when_asked(trainer: Trainer, config: Config) -> None:
         if trainer.optimizer is None:
             whole: Any = trainer.model if model is None else model
             trainer.optimizer = build_optimizer(whole, config.training)
+            if config.training.optimizer.name == "sophia":
+                Curvature(trainer, trainer.optimizer, config.training.optimizer.args)
         return trainer.optimizer
 
     def create_scheduler(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

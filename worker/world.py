@@ -190,6 +190,11 @@ def rows_of_all_ranks(row: torch.Tensor) -> torch.Tensor:
     """Every rank's row of numbers, [ranks, numbers], on the row's device; nobody waits for a device."""
     rows = torch.zeros((world_size(), len(row)), dtype=row.dtype, device=row.device)
     rows[rank()] = row
-    if is_many():
-        dist.all_reduce(rows)
+    add_up(rows)
     return rows
+
+
+def add_up(numbers: torch.Tensor) -> None:
+    """Make ``numbers``, in place, the sum over all ranks; nobody waits for a device."""
+    if is_many():
+        dist.all_reduce(numbers)

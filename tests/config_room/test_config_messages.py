@@ -50,7 +50,7 @@ LINES = [
     ("spike.ratio=.inf", "spike.ratio: inf is not finite; write a finite number"),
     (
         "training.optimizer.name=adamx",
-        "training.optimizer.name: 'adamx' is none of 'adamw', 'adam' or 'sgd'; write adam",
+        "training.optimizer.name: 'adamx' is none of 'adamw', 'adam', 'sgd', 'lion', 'lamb' or 'sophia'; write adam",
     ),
     (
         "training.precision=8bit",
@@ -58,11 +58,11 @@ LINES = [
     ),
     (
         "training.optimizer.betas=[0.9]",
-        "training.optimizer.betas: a wrong number of values; write as many as in [0.9, 0.95]",
+        "training.optimizer.betas: a wrong number of values; write 2 of them",
     ),
     (
         "training.optimizer.betas=[0.9, 0.9, 0.9]",
-        "training.optimizer.betas: a wrong number of values; write as many as in [0.9, 0.95]",
+        "training.optimizer.betas: a wrong number of values; write 2 of them",
     ),
     ("run.name=2024", 'run.name: 2024 is a number, text is wanted; write "2024", in quotes'),
     ("cluster.time_limit=60", 'cluster.time_limit: 60 is a number, text is wanted; write "60", in quotes'),
@@ -99,7 +99,10 @@ CONTRADICTIONS = [
     (["training.entrypoint='a b:c'"], "training.entrypoint"),
     (["training.entrypoint=none/script:main"], "training.entrypoint"),
     (["data.train=null"], "data.train"),
-    (["training.optimizer.learning_rate=null"], "training.optimizer.learning_rate"),
+    (["training.optimizer.name=a.b:C", "training.optimizer.learning_rate=null"], "training.optimizer.learning_rate"),
+    (["training.optimizer.name=a.b:C", "training.optimizer.args.lr=1"], "training.optimizer.args.lr"),
+    (["training.optimizer.args.betas=[0.9, 0.9]"], "training.optimizer.args.betas"),
+    (["training.optimizer.name=sophia", "training.precision=fp16"], "training.optimizer.name"),
     (["run.name=a/b"], "run.name"),
     (["run.name=../x"], "run.name"),
     (["run.name=''"], "run.name"),

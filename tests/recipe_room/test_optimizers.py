@@ -1,17 +1,24 @@
 """Optimizers and schedules: which parameters decay, and the exact rate of every update."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from tests.recipe_room.recipes import configured
-from worker.contract.config import ScheduleConfig
+from worker.contract.config import STARTING_RATES, ScheduleConfig
+from worker.data import IGNORED
+from worker.leaving import RefusedError
 from worker.models import build_model
 from worker.optimizers import build_optimizer, build_schedule, schedule_factor
+from worker.rates import configured_rates, hold_rates
+from worker.sophia import gauss_newton_bartlett
 
 
 def built(model: torch.nn.Module, **optimizer: Any) -> torch.optim.Optimizer:
@@ -23,7 +30,10 @@ def schedule(**fields: Any) -> ScheduleConfig:
     return ScheduleConfig.model_validate(fields)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+OFFERED = list(STARTING_RATES)
+
+
+@pytest.mark.parametrize("name", [*OFFERED, "torch.optim:NAdam"])
 def test_matrices_decay_and_vectors_do_not(name: str) -> None:
     model = build_model(configured())
     decayed, rest = built(model, name=name, weight_decay=0.1).param_groups
@@ -38,16 +48,102 @@ def test_matrices_decay_and_vectors_do_not(name: str) -> None:
     ("name", "kind", "fields"),
     [
         ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-6}),
-        ("adam", torch.optim.Adam, {"betas": (0.8, 0.9), "eps": 1e-6}),
-        ("sgd", torch.optim.SGD, {"momentum": 0.7}),
+        ("adam", torch.optim.Adam, {"betas": (0.8, 0.9), "eps": 1e-6, "args": {"amsgrad": True}}),
+        ("sgd", torch.optim.SGD, {"momentum": 0.7, "args": {"nesterov": True}}),
+        ("lion", pytorch_optimizer.Lion, {"betas": (0.8, 0.9), "args": {"fixed_decay": True}}),
+        ("lamb", pytorch_optimizer.Lamb, {"betas": (0.8, 0.9), "eps": 1e-6, "args": {"max_grad_norm": 0.0}}),
+        ("sophia", pytorch_optimizer.SophiaH, {"betas": (0.8, 0.9), "args": {"eps": 1e-9}}),
+        ("pytorch_optimizer:Tiger", pytorch_optimizer.Tiger, {"args": {"beta": 0.9}}),
     ],
 )
 def test_the_named_optimizer_with_its_settings(name: str, kind: type, fields: dict[str, Any]) -> None:
     optimizer = built(torch.nn.Linear(2, 2), name=name, **fields)
     assert type(optimizer) is kind
+    told = {**fields, **fields.get("args", {})}
+    told.pop("args", None)
     for group in optimizer.param_groups:
-        assert {key: group[key] for key in fields} == fields
+        assert {key: group[key] for key in told} == told
         assert group["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "betas"),
+    [("adamw", (0.9, 0.95)), ("lion", (0.9, 0.99)), ("lamb", (0.9, 0.999)), ("sophia", (0.965, 0.99))],
+)
+def test_where_nothing_is_said_each_optimizer_has_its_own_rate_and_betas(name: str, betas: tuple[float, float]) -> None:
+    training = configured(training={"optimizer": {"name": name}}).training
+    (group, _) = build_optimizer(torch.nn.Linear(2, 2), training).param_groups
+    assert (group["lr"], group["betas"]) == (STARTING_RATES[name], betas)
+
+
+@pytest.mark.parametrize("name", [*OFFERED, "torch.optim:NAdam"])
+def test_half_the_scale_is_half_the_update(name: str) -> None:
+    moved = []
+    for scale in (1.0, 0.5):
+        torch.manual_seed(1)
+        weight = torch.nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+        layer = torch.nn.Module()
+        layer.weight = weight
+        optimizer = built(layer, name=name, weight_decay=0.1, learning_rate=1e-3)
+        peaks = configured_rates(optimizer)
+        plan = build_schedule(optimizer, schedule(name="constant", warmup=0.0), 9)
+        hold_rates(optimizer, plan, peaks, lambda _, scale=scale: scale)
+        before, weight.grad = weight.detach().clone(), torch.randn(3, 3, dtype=torch.float64)
+        optimizer.step(**({"hessian": [torch.ones(3, 3, dtype=torch.float64)]} if name == "sophia" else {}))
+        moved.append(weight.detach() - before)
+    assert moved[0].abs().min() > 0
+    # lamb takes the norm of weights that have decayed already
+    assert torch.allclose(moved[1], moved[0] / 2, rtol=1e-3)
+
+
+def missing(name: str, **fields: Any) -> str:
+    with pytest.raises(RefusedError) as caught:
+        built(torch.nn.Linear(2, 2), name=name, **fields)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nowhere.at_all:Best needs nowhere.at_all" in missing("nowhere.at_all:Best")
+    assert "torch.optim has no Best; correct the name" in missing("torch.optim:Best")
+    assert "Linear does not take lr=0.1" in missing("torch.nn:Linear")
+    assert "AdamW does not take lr=0.1, speed=3" in missing("adamw", args={"speed": 3})
+    assert "collections:OrderedDict is no torch.optim.Optimizer" in missing("collections:OrderedDict")
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    assert "pip install 'higgsfield-supervisor[optimizers]'" in missing("lion")
+
+
+def test_sophia_moves_a_weight_by_its_rate_at_most() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    layer = torch.nn.Module()
+    layer.weight = weight
+    optimizer = built(layer, name="sophia", learning_rate=0.5, betas=(0.0, 0.0))
+    weight.grad = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    optimizer.step(hessian=[torch.tensor([4.0, 4.0, 0.0, 1.0])])  # type: ignore[call-arg]
+    assert weight.tolist() == [-0.125, 0.25, -0.5, -0.5]
+
+
+def test_the_curvature_is_that_of_a_softmax() -> None:
+    """Of logits that are the weights themselves, the diagonal is p (1 - p) for each token, averaged over them."""
+
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([0.3, -1.0, 0.8, 0.1]))
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return SimpleNamespace(logits=self.weight.expand(*input_ids.shape, 4))
+
+    model, count = Table(), 600
+    share = torch.softmax(model.weight.detach(), dim=0)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    labels = torch.tensor([[0, 0, 0, 0, 0, 0, IGNORED, IGNORED]])
+    torch.manual_seed(3)
+    found = torch.zeros(4)
+    for _ in range(count):
+        (estimate,) = gauss_newton_bartlett(model, {"input_ids": ids, "labels": labels}, [model.weight])
+        found += estimate / count
+    assert torch.allclose(found, share * (1 - share), atol=0.05)
 
 
 def test_adam_is_fused_where_the_device_has_it() -> None:
@@ -61,7 +157,7 @@ def test_frozen_parameters_are_left_out() -> None:
     (group,) = built(model).param_groups
     assert group["params"] == [model.bias]
     model.bias.requires_grad = False
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(RefusedError, match="every parameter of the model is frozen"):
         built(model)
 
 

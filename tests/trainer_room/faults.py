@@ -70,6 +70,8 @@ class Poison:
         self._infinite, self._nan = faults.get("poison", -1), faults.get("nan_loss", -1)
 
     def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if output.loss is None:
+            return
         if (kwargs["input_ids"] == self._infinite).any():
             output.loss = output.loss * math.inf
         if (kwargs["input_ids"] == self._nan).any():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer_room.rig import Rig, weights
+from tests.trainer_room.rig import Rig, same_end, weights
 from worker.attach import nonfinite_ranks
 from worker.contract.loss_history import Record
 from worker.contract.manifest import complete_manifest
@@ -129,6 +130,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"learning_rate": 1e-2},
     "adam": {"learning_rate": 1e-2},
     "sgd": {"learning_rate": 1e-1},
+    "lion": {"learning_rate": 3e-3},
+    "lamb": {"learning_rate": 3e-2},
+    "sophia": {"learning_rate": 3e-3, "args": {"every": 2}},
+    "torch.optim:NAdam": {"learning_rate": 1e-2, "args": {"betas": [0.9, 0.99]}},
 }
 
 
@@ -139,11 +144,11 @@ def write_poisoned(path: Path, num_samples: int, poisoned: int) -> str:
     return str(path)
 
 
-def poisoned_rig(make_rig: Callable[..., Rig], folder: Path, **training: Any) -> Rig:
+def poisoned_rig(make_rig: Callable[..., Rig], folder: Path, name: str = "run", **training: Any) -> Rig:
     """Nine steps in epochs of five; the poisoned sample, number 9, is of the third batch."""
     data = {"train": write_poisoned(folder / "train.jsonl", 20, poisoned=9), "pack": False, "shuffle": False}
     return make_rig(
-        data=data, training={"max_steps": MAX_STEPS, **training}, checkpoint={"every_steps": 1, "keep": MAX_STEPS}
+        name, data=data, training={"max_steps": MAX_STEPS, **training}, checkpoint={"every_steps": 1, "keep": MAX_STEPS}
     )
 
 
@@ -153,8 +158,11 @@ def whose_update_was_withheld(rig: Rig) -> list[Record]:
 
 @pytest.mark.training
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_poisoned_row_changes_no_weight(make_rig: Callable[..., Rig], tmp_path: Path, name: str) -> None:
-    rig = poisoned_rig(make_rig, tmp_path, optimizer={"name": name, **OPTIMIZERS[name]})
+def test_a_poisoned_row_changes_no_weight_and_a_kill_no_bit(
+    make_rig: Callable[..., Rig], tmp_path: Path, name: str
+) -> None:
+    optimizer = {"name": name, "weight_decay": 0.01, **OPTIMIZERS[name]}
+    rig = poisoned_rig(make_rig, tmp_path, optimizer=optimizer)
     rig.finish(poison=MARKER)
     withheld = whose_update_was_withheld(rig)
     assert [record.step for record in withheld] == [3, 8]
@@ -163,9 +171,15 @@ def test_a_poisoned_row_changes_no_weight(make_rig: Callable[..., Rig], tmp_path
     saved = [weights(rig.run.checkpoint(step)) for step in range(1, MAX_STEPS + 1)]
     assert [step for step in range(2, MAX_STEPS + 1) if saved[step - 1] == saved[step - 2]] == [3, 8]
     assert all(complete_manifest(rig.run.checkpoint(step)).weights_finite for step in range(1, MAX_STEPS + 1))
-    assert math.isfinite(rig.history()[-1].loss or math.nan)
+    assert (rig.history()[5].loss or math.inf) < (rig.history()[0].loss or 0.0)  # the same samples, an epoch later
     rates = [schedule_factor(rig.config.training.schedule, step, MAX_STEPS) for step in range(MAX_STEPS)]
-    assert [record.lr for record in rig.history()] == [OPTIMIZERS[name]["learning_rate"] * rate for rate in rates]
+    assert [record.lr for record in rig.history()] == [optimizer["learning_rate"] * rate for rate in rates]
+
+    cut = poisoned_rig(make_rig, tmp_path, "cut", optimizer=optimizer)
+    cut.start(poison=MARKER, die_at=[6, "update", signal.SIGKILL, 0])
+    cut.ends(-signal.SIGKILL)
+    cut.finish(restart=1, poison=MARKER)
+    same_end(rig, cut)
 
 
 @pytest.mark.training

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from worker.contract.files import UnusableFileError, publish
 from worker.contract.yaml_file import YamlError, format_yaml, read_yaml
@@ -86,21 +86,44 @@ class DataConfig(Section):
     """DataLoader processes a rank."""
 
 
+STARTING_RATES = {"adamw": 2e-5, "adam": 2e-5, "sgd": 1e-2, "lion": 4e-6, "lamb": 1e-3, "sophia": 2e-5}
+"""Rates to begin with when a trained model is trained further; from scratch, ten times as much and more."""
+
+
 class OptimizerConfig(Section):
     """The optimizer; decay applies to matrices only (parameters of two dimensions or more)."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adamw (fused where the device has it), adam or sgd."""
+    name: (
+        Literal["adamw", "adam", "sgd", "lion", "lamb", "sophia"]
+        | Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    ) = "adamw"
+    """adamw (fused where the device has it), adam, sgd; lion, lamb and sophia of the extra ``optimizers``; or any
+    optimizer as ``package.module:Class``."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate; to be given, but for a script of one's own."""
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    """adamw and adam."""
+    """Peak learning rate; where it is not given, one to start with for the optimizer of that name, to train a trained
+    model further: adamw, adam and sophia 2e-5, lion 4e-6, lamb 1e-3, sgd 1e-2."""
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] | None = None
+    """adamw, adam, lion, lamb and sophia; null = the optimizer's own: 0.9 with 0.95 for adamw and adam, 0.99 for lion,
+    0.999 for lamb; 0.965 with 0.99 for sophia."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """adamw and adam."""
+    """adamw, adam and lamb."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled for adamw, L2 for the others."""
+    """L2 for adam and sgd, decoupled for the others."""
     momentum: Share = 0.9
     """sgd."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Any further argument of the optimizer's class; sophia takes ``rho`` (0.04) and ``every`` (10)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_somewhere(cls, values: Any) -> Any:
+        """Write out the rate to start with; another package's optimizer has none."""
+        if not isinstance(values, dict) or values.get("learning_rate") is not None:
+            return values
+        name = values.get("name", "adamw")
+        if not isinstance(name, str) or ":" in name:
+            return values
+        return {**values, "learning_rate": STARTING_RATES.get(name, STARTING_RATES["adamw"])}
 
 
 class ScheduleConfig(Section):
