@@ -101,12 +101,20 @@ def _begin(run_dir: RunDir, out: TextIO, job_id: str | None) -> tuple[Watched, J
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
     mend_journal(run_dir.journal)
+    _clear_leftovers(run_dir)
     listeners = TensorBoard(run_dir), ReportAtTheEnd(run_dir)
     audience = Audience(Screen(out, config.run.name, config.training.max_steps), listeners)
     started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
     state = read_state(run_dir)
     run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, started)
     return Watched(run, audience), _looks(scheduler, run_dir), lease
+
+
+def _clear_leftovers(run_dir: RunDir) -> None:
+    """Remove what a predecessor was about to publish when it was killed."""
+    for path in (run_dir.directive, run_dir.history_csv):
+        for leftover in path.parent.glob(f".tmp-{path.name}-*"):
+            leftover.unlink(missing_ok=True)
 
 
 def _looks(scheduler: Scheduler, run_dir: RunDir) -> JobLooks:

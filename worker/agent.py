@@ -44,12 +44,13 @@ from worker.contract import config
 from worker.contract.claim import FencedError
 from worker.contract.directive import Directive
 from worker.contract.exit_report import TRACEBACK_LINES, ErrorDetail, Outcome
-from worker.contract.files import UnusableFileError, publish
+from worker.contract.files import UnusableFileError
 from worker.contract.pulse import Hang
 from worker.contract.run_dir import RunDir
 from worker.memory_events import has_more_kills, own_kills
+from worker.staging import clear_own_staging, clear_temporary_files
 from worker.start import Start
-from worker.stuck import process_state, what_proc_says
+from worker.stuck import leave_what_proc_says, process_state, take_stacks
 from worker.trainers import Trainers
 from worker.watchdog import Watchdog
 
@@ -238,6 +239,8 @@ class Agent:
         """Report the end where this start has not reported yet; the agent's outcome."""
         if isinstance(move, Fenced):
             move = Leave(Outcome.FENCED, move.reason, "fenced")
+        elif self.task.rank == 0 and self.seen.held is not None:
+            clear_own_staging(self.run_dir, self.seen.held, self.task.restart)
         self.say(f"leaves: {move.reason}")
         if self.seen.held is not None:
             self._report_if_missing(self.seen.held, move)
@@ -256,7 +259,7 @@ class Agent:
         end = self.watch(self.child, directive.attempt)
         returncode = self.child.poll()
         if returncode is None:
-            self._leave_stacks(self.child.pid, directive.attempt)
+            leave_what_proc_says(self.child.pid, self._stacks(directive.attempt))
             state = process_state(self.child.pid)
             raise UnkillableTrainerError(f"trainer {self.child.pid} survived SIGKILL: it is in state {state}")
         self._report_trainer(self.child, returncode, end, directive.attempt)
@@ -300,28 +303,22 @@ class Agent:
         return None if at is None else self.clock() - at
 
     def _end(self, child: Child, end: End, attempt: int, watchdog: Watchdog) -> End:
-        """End the trainer; one that hangs, or that waits for a rank which is gone, leaves its stacks first."""
         self.say(f"ends its trainer: {end.reason}")
         if end.what == "hang":
             self.hang = watchdog.seen(process_state(child.pid))
         if end.what in ("hang", "rank_died"):
-            stacks = self.run_dir.stacks(attempt, self.task.restart, self.task.rank)
-            if not child.dump_stacks(stacks, self.clock, self.sleep):
-                self._leave_stacks(child.pid, attempt)
+            take_stacks(child, self._stacks(attempt), self.clock, self.sleep)
         child.end(self.clock, self.sleep)
         return end
 
-    def _leave_stacks(self, pid: int, attempt: int) -> None:
-        """Write down what the system says of a trainer that does not answer; a full disk must not keep it alive."""
-        try:
-            publish(self.run_dir.stacks(attempt, self.task.restart, self.task.rank), what_proc_says(pid) + "\n")
-        except OSError as error:
-            self.say(f"cannot write what /proc says: {error}")
+    def _stacks(self, attempt: int) -> Path:
+        return self.run_dir.stacks(attempt, self.task.restart, self.task.rank)
 
     def _report_trainer(self, child: Child, returncode: int, end: End | None, attempt: int) -> None:
         """Write the exit report of a trainer that is over, and remember how it went."""
         if end is None and -returncode in (signal.SIGTERM, signal.SIGUSR2):
             self._await_own_signal()
+        clear_temporary_files(self.run_dir, attempt, self.task.restart, self.task.rank)
         self.look()
         asked, is_stopped = self.asked(), self._is_stopped(attempt)
         known = trainers_word(self.run_dir, self.task, attempt).error

@@ -18,7 +18,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from worker import world
 from worker.attached import Attached, Context
 from worker.beginning import begin, prove_random_states
-from worker.checkpoints import clear_staging
 from worker.contract.claim import FencedError, check_claim
 from worker.contract.loss_history import ACTED, BatchPosition
 from worker.evaluation import evaluate_both, evaluated, evaluated_at, evaluation_is_missing
@@ -34,6 +33,7 @@ from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_wha
 from worker.saving import save_checkpoint
 from worker.segment import Segment
 from worker.spikes import Detector, Judgement
+from worker.staging import clear_staging
 from worker.tap import Measured, StepTap
 from worker.wrap import wrap
 

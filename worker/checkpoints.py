@@ -25,8 +25,6 @@ from worker.wrap import replaced
 PROOF = "proof.json"
 EMA = "ema.safetensors"
 DETECTOR = "detector.json"
-FORMER = "-former"
-"""How the name ends under which weights wait in .staging/ until their successors are in their place."""
 
 _CHUNK_BYTES = 8 << 20
 
@@ -43,19 +41,6 @@ class Proof(Message):
     """Its class, and for how many parameters it keeps a state; null in checkpoints of older versions."""
     platform: dict[str, str | int]
     """What a loss must be computed on to come out the same to the bit."""
-
-
-def clear_staging(run: RunDir, attempt: int, restart: int) -> None:
-    """Remove what other starts left unpublished; weights that were to be replaced and never were go back."""
-    own = f"a{attempt}-r{restart}-"
-    if run.staging.exists():
-        for entry in run.staging.iterdir():
-            if entry.name.startswith(own):
-                continue
-            for place in (run.best, run.final):
-                if entry.name.endswith(f"-{place.name}{FORMER}") and not place.exists():
-                    entry.rename(place)
-            shutil.rmtree(entry, ignore_errors=True)
 
 
 def make_durable(folder: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from worker import world
 from worker.attached import Attached
-from worker.checkpoints import FORMER, make_durable, publish_folder
+from worker.checkpoints import make_durable, publish_folder
 from worker.contract.files import Message, publish_message, read_message
+from worker.staging import FORMER
 from worker.wrap import replaced
 
 

@@ -1,7 +1,23 @@
-"""What the system says of a process that does not speak for itself."""
+"""Where a trainer stands that makes no progress: its own stacks, or what the system says of it."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from worker.child import Child
+from worker.contract.files import publish
+
+
+def take_stacks(child: Child, stacks: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+    """Have the stacks of its threads written into ``stacks``; what /proc says where it does not answer within 5 s."""
+    if not child.dump_stacks(stacks, clock, sleep):
+        leave_what_proc_says(child.pid, stacks)
+
+
+def leave_what_proc_says(pid: int, stacks: Path) -> None:
+    """Write it down, unless that cannot be done: a full disk must not keep a trainer alive."""
+    with contextlib.suppress(OSError):
+        publish(stacks, what_proc_says(pid) + "\n")
 
 
 def process_state(pid: int) -> str:

@@ -181,3 +181,23 @@ def test_main_takes_slurms_facts_as_a_dict_and_never_returns(room: Room) -> None
     assert agent.wait(60) == 0
     assert room.said("the directive says stop")
     assert not room.said("returned")
+
+
+def test_what_a_killed_trainer_left_unfinished_is_gone_when_its_agent_is(room: Room) -> None:
+    room.trainer(
+        1,
+        """
+        for path in (run_dir / ".staging" / "a1-r0-checkpoint-8", run_dir / ".staging" / "a2-r0-checkpoint-9"):
+            path.mkdir(parents=True)
+        (folder / ".tmp-rank-0.pulse.json-0a").touch()
+        (folder / ".tmp-rank-1.pulse.json-0b").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    room.direct(1)
+    agent = room.agent()
+    room.report()
+    room.direct(1, stop="now")
+    assert agent.wait(60) == 1
+    assert [path.name for path in (room.run_dir.staging).iterdir()] == ["a2-r0-checkpoint-9"]  # a successor's
+    assert [path.name for path in room.run_dir.restart(1, 0).glob(".tmp-*")] == [".tmp-rank-1.pulse.json-0b"]

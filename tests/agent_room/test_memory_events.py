@@ -1,9 +1,12 @@
 """The kernel's count of processes killed for want of memory, as recorded on real systems."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agent_rooms import Room
 
+from worker.contract.exit_report import Outcome
 from worker.memory_events import events_file, has_more_kills, own_kills, parse_kills
 
 V2 = "low 0\nhigh 0\nmax 1893\noom 1\noom_kill 1\noom_group_kill 0\n"
@@ -44,3 +47,42 @@ def test_without_a_group_nobody_counts() -> None:
 )
 def test_only_a_count_that_grew_is_evidence(before: int | None, now: int | None, is_more: bool) -> None:
     assert has_more_kills(before, now) is is_more
+
+
+LIMIT = "160M"
+LIMIT_FILES = ("memory/{}/memory.limit_in_bytes", "{}/memory.max")
+TAKES_TOO_MUCH = "note('ready')\nheld = bytearray(400 * 2**20)\nfor at in range(0, len(held), 4096): held[at] = 1\n"
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Path]:
+    """A control group with little memory, of cgroup v1 or v2."""
+    for pattern in LIMIT_FILES:
+        limit = Path("/sys/fs/cgroup", pattern.format(f"hf-test-{tmp_path.name}"))
+        try:
+            limit.parent.mkdir()
+        except OSError:
+            continue
+        try:
+            limit.write_text(LIMIT)
+        except OSError:
+            limit.parent.rmdir()
+            continue
+        yield limit.parent
+        limit.parent.rmdir()
+        return
+    pytest.skip("no control group with a limit on memory can be made here; it takes root")
+
+
+def test_a_trainer_that_the_kernel_killed_for_its_memory_is_told_as_such(tmp_path: Path, group: Path) -> None:
+    room = Room(tmp_path)
+    room.trainer(1, TAKES_TOO_MUCH)
+    room.direct(1)
+    agent = room.start(["bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "agent", *room.agent_argv()])
+    report = room.report()
+    assert (report.outcome, report.signal) == (Outcome.OUT_OF_MEMORY, 9)
+    assert report.error is not None
+    assert "memory.events" in report.error.message
+    room.direct(1, stop="now")
+    assert agent.wait(60) == 1
+    room.close()

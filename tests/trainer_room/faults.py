@@ -27,8 +27,8 @@ import worker.setup
 import worker.train
 from tests.trainer_room import launch
 from worker.attached import Attached
-from worker.checkpoints import clear_staging
 from worker.contract.claim import Claim, take_claim
+from worker.staging import clear_staging
 from worker.wrap import wrap
 
 MOMENTS = ("begin", "micro", "update", "end", "save", "evaluate")

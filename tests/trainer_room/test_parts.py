@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from worker.checkpoints import clear_staging, file_entries, kept_steps
+from worker.checkpoints import file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.config import CheckpointConfig
 from worker.contract.directive import Directive, publish_directive, read_directive
@@ -27,6 +27,7 @@ from worker.randomness import random_digest, random_states_aside
 from worker.rates import configured_rates, hold_rates
 from worker.resume import choose, prove_probe
 from worker.segment import telling_records
+from worker.staging import clear_own_staging, clear_staging
 from worker.start import Start
 from worker.train import exit_code_of
 from worker.world import interface_of, own_address, refuse_lonely_tasks
@@ -163,6 +164,10 @@ def test_only_foreign_staging_is_cleared(tmp_path: Path) -> None:
         (run.staging / name).mkdir(parents=True)
     clear_staging(run, 2, 1)
     assert [entry.name for entry in run.staging.iterdir()] == ["a2-r1-checkpoint-8"]
+    clear_own_staging(run, 2, 10)
+    assert [entry.name for entry in run.staging.iterdir()] == ["a2-r1-checkpoint-8"]
+    clear_own_staging(run, 2, 1)
+    assert list(run.staging.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

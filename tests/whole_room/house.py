@@ -143,6 +143,15 @@ class House:
         """Trainers of this run: forked by a zygote, or started cold."""
         return [*self.processes("-m worker.train"), *(pid for pid in self.processes() if _name(pid) == TRAINER_NAME)]
 
+    def leaves_nothing(self) -> None:
+        """Of a run that is over: no process, no unfinished or temporary file, and nobody who holds it, before long."""
+        self.until(lambda: not self.processes())
+        left = [path for path in self.run.path.rglob("*") if path.name.startswith(".tmp-")]
+        left += self.run.staging.iterdir() if self.run.staging.exists() else ()
+        assert left == []
+        assert json.loads(self.run.lease.read_text(encoding="utf-8"))["holder"] == ""
+        assert not self.run.request.exists()
+
     def __enter__(self) -> Self:
         return self
 

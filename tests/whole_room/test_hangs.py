@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from slurm.local_cluster.cluster import Cluster
-from supervisor.journal import Continued, Finished, HangSeen, JobSeen, NodeExcluded, Submitted, WorkerLeft
+from supervisor.journal import (
+    Continued,
+    Finished,
+    HangSeen,
+    JobSeen,
+    NodeExcluded,
+    NodeStruck,
+    Submitted,
+    WorkerLeft,
+)
 from tests.whole_room.house import EXPLODING, House, environment, furnish, steps
 from worker.contract.files import read_message
 from worker.contract.loss_history import surviving
@@ -19,6 +28,7 @@ from worker.contract.pulse import Pulse
 
 pytestmark = pytest.mark.training
 CALM = EXPLODING["training"] | {"max_steps": 60, "batch_size": 8, "optimizer": {"name": "adamw", "learning_rate": 1e-4}}
+SHORT = CALM | {"max_steps": 4, "schedule": {"name": "constant", "warmup": 0}}
 TIMEOUT_S = 6.0
 CHECKPOINT = {"every_steps": 5, "healthy_after": 2, "keep": 2, "keep_healthy": 1}
 
@@ -31,15 +41,6 @@ def trainer(house: House, attempt: int, rank: int) -> int:
     """The process of a rank that makes steps."""
     found = house.until(lambda: (one := pulse(house, attempt, rank)) and one.phase == "training" and one)
     return int(found.pid)
-
-
-def what_is_left(house: House) -> list[str]:
-    """Unfinished and temporary files of a run that is over, and its lease."""
-    run = house.run
-    left = [path for path in run.path.rglob("*") if path.name.startswith(".tmp-")]
-    left += list(run.staging.iterdir()) if run.staging.exists() else []
-    holder = '"holder": ""' in run.lease.read_text()
-    return [str(path) for path in left] + ([] if holder else ["lease.json"])
 
 
 def test_a_rank_that_hangs_and_one_that_crashes_cost_a_relaunch_each_and_nothing_is_left(tmp_path: Path) -> None:
@@ -69,8 +70,7 @@ def test_a_rank_that_hangs_and_one_that_crashes_cost_a_relaunch_each_and_nothing
         assert steps(surviving(house.records)) == list(range(1, 61))
         assert [event.until for event in house.those(NodeExcluded)] in ([], [None])
         assert "killed by signal 11" in (house.those(WorkerLeft)[1].error or hang).model_dump_json()
-        house.until(lambda: not house.processes())
-        assert what_is_left(house) == []
+        house.leaves_nothing()
 
 
 @pytest.fixture
@@ -101,3 +101,22 @@ def test_a_suspended_job_does_not_hang(on_slurm: Cluster, tmp_path: Path) -> Non
         assert [event.cause for event in house.those(Continued)] == ["first"]
         assert len(house.those(Finished)) == 1
         assert {event.job_id for event in house.those(JobSeen)} == {job}
+
+
+@pytest.mark.slurm
+def test_a_node_on_which_every_job_fails_is_left_out_and_costs_no_budget(on_slurm: Cluster, tmp_path: Path) -> None:
+    env = environment(SLURM_CONF=str(on_slurm.conf))
+    cluster = {"kind": "slurm", "time_limit": "00:10:00", "setup": ['[ "$SLURMD_NODENAME" != n1 ] || exit 7']}
+    recovery = {"max_attempts_without_progress": 2, "max_submissions_per_hour": 2}  # all of it goes into the hole
+    with furnish(tmp_path, env, training=SHORT, cluster=cluster, recovery=recovery) as house:
+        run = house.start("run", "tiny.yaml")
+        assert run.wait(300) == 0, house.printed(run)
+        assert [(event.attempt, event.node) for event in house.those(NodeStruck)] == [(1, "n1"), (2, "n1")]
+        [excluded] = house.those(NodeExcluded)
+        assert excluded.node == "n1"
+        assert "FAILED there before its first step" in excluded.evidence
+        assert len(house.those(Submitted)) == 3
+        assert house.those(Submitted)[-1].reason.endswith("without n1")
+        [told] = house.json("status", "tiny")["runs"]
+        assert [each["node"] for each in told["excluded"]] == ["n1"]
+        house.leaves_nothing()

@@ -74,7 +74,8 @@ def test_submitted_by_a_shell_that_is_gone(slurm_cluster: Cluster, env: dict[str
         assert "you may log out now" in shell.stdout
         assert house.higgsfield("submit", "tiny.yaml").returncode in (0, 5)  # it waits in the queue, or holds the run
         house.waits_for(Finished)
-        house.until(lambda: not jobs(slurm_cluster) and not house.processes())
+        house.until(lambda: not jobs(slurm_cluster))
+        house.leaves_nothing()
         assert_is_whole(house)
         assert house.those(RolledBack)
         assert len(house.those(Submitted)) == len(house.those(SupervisorStarted)) == 1
@@ -103,7 +104,8 @@ def test_two_nodes_stop_at_the_same_step_whatever_happens_to_the_supervisor(
         reports = [read_message(house.run.exit_report(1, 0, rank), ExitReport) for rank in (0, 1)]
         stopped = (Outcome.VERDICT, house.those(RolledBack)[0].verdict_step, job)
         assert [report and (report.outcome, report.step, report.job_id) for report in reports] == [stopped] * 2
-        house.until(lambda: not jobs(slurm_cluster) and not house.processes())
+        house.until(lambda: not jobs(slurm_cluster))
+        house.leaves_nothing()
 
 
 def test_stopped_resumed_cancelled_by_a_person_and_resumed_to_the_end(
@@ -119,7 +121,8 @@ def test_stopped_resumed_cancelled_by_a_person_and_resumed_to_the_end(
         assert [event.saved_step for event in house.those(Stopped)] == [last]
         assert [event.saved_step for event in house.those(WorkerLeft)] == [last]
         assert house.those(StopRequested)[0].by == house.those(Stopped)[0].by
-        house.until(lambda: not jobs(slurm_cluster) and not house.processes())
+        house.until(lambda: not jobs(slurm_cluster))
+        house.leaves_nothing()
         before = house.run.journal.read_bytes()
         assert house.higgsfield("run", "tiny.yaml").returncode == 4
         assert house.run.journal.read_bytes() == before
@@ -130,7 +133,8 @@ def test_stopped_resumed_cancelled_by_a_person_and_resumed_to_the_end(
         slurm_cluster.ask("scancel", job)
         assert second.wait() == 4, house.printed(second)
         assert house.those(Stopped)[1].reason == f"job {job} was cancelled, and not by this supervisor"
-        house.until(lambda: not jobs(slurm_cluster) and not house.processes())
+        house.until(lambda: not jobs(slurm_cluster))
+        house.leaves_nothing()
 
         done = house.higgsfield("resume", "tiny")
         assert done.returncode == 0, done.stderr
