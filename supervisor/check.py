@@ -9,10 +9,11 @@ from slurm.job import JobRequest, RequestError
 from slurm.scheduler import LocalScheduler, Scheduler, choose, sbatch_text
 from supervisor.config_findings import Finding
 from supervisor.job_request import supervisor_request, worker_request
+from supervisor.notify import has_apprise
 from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
 
-_SITE_KEYS = ("partition", "account", "qos", "constraint", "gres", "reservation", "nodelist", "exclude")
+_SITE_KEYS = ("partition", "account", "qos", "constraint", "gres", "reservation", "nodelist", "exclude", "mail_user")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def check(config: Config, file: str = "") -> CheckResult:
     opinion, refused = _ask(scheduler, worker, file, "cluster")
     if config.supervisor.place == "job" and not refused:
         refused = _ask(scheduler, own, file, "supervisor")[1]
-    return CheckResult(tuple(refused), tuple(_unused(config, scheduler, file)), text, opinion)
+    return CheckResult(tuple(refused), (*_unused(config, scheduler, file), *_unheard(config, file)), text, opinion)
 
 
 def _ask(scheduler: Scheduler, job: JobRequest, file: str, key: str) -> tuple[str | None, list[Finding]]:
@@ -84,3 +85,11 @@ def _unused(config: Config, scheduler: Scheduler, file: str) -> list[Finding]:
     message = "there is no Slurm here, and the run would be on this machine"
     mend = "give the command on a machine of the cluster, or leave the key out"
     return [Finding(file, f"cluster.{key}", message, mend) for key in given]
+
+
+def _unheard(config: Config, file: str) -> list[Finding]:
+    """Addresses of ``notify`` that nothing here can reach."""
+    if has_apprise() or all(target.startswith("command:") for target in config.notify):
+        return []
+    mend = "pip install 'higgsfield-supervisor[notify]', or name a `command:`"
+    return [Finding(file, "notify", "apprise, which knows such addresses, is not installed", mend)]

@@ -20,6 +20,7 @@ from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import HeldError, LostError, is_gone, read_holder
 from supervisor.levers import ask, check_step, wait_until_over
 from supervisor.live import watch_run
+from supervisor.notify import ask_targets
 from supervisor.report.log_text import SinceError, since_time
 from supervisor.requests import Request
 from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
@@ -265,6 +266,8 @@ def doctor(args: argparse.Namespace) -> int:
     from supervisor.doctor import examine
 
     items = examine(args.dir)
+    if args.notify is not None:
+        items += ask_targets(load_config(args.notify, []))
     if args.json:
         print(json.dumps({"checks": [vars(item) for item in items]}, indent=2))
     else:
@@ -325,6 +328,8 @@ def _parser() -> argparse.ArgumentParser:
             of_run.add_argument("step", type=int, metavar="STEP", help="a checkpoint's step")
         if verb in (status, log, doctor):
             of_run.add_argument("--json", action="store_true")
+        if verb is doctor:
+            of_run.add_argument("--notify", type=Path, metavar="CONFIG", help="send a test to what its `notify` names")
         if verb is report:
             of_run.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the run")
         if verb is log:

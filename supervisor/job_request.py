@@ -66,6 +66,7 @@ def supervisor_request(config: Config, run_dir: RunDir, name: str) -> JobRequest
             qos=own.qos,
             setup=cluster.setup,
             python=None if cluster.container else cluster.python,
+            sbatch=_mail(cluster, "END,FAIL"),
         ),
         use_srun=False,
     )
@@ -92,5 +93,10 @@ def _worker_resources(cluster: ClusterConfig) -> Resources:
         python=cluster.python,
         srun=cluster.srun,
         container=cluster.container,
-        sbatch=cluster.sbatch,
+        sbatch=_mail(cluster, "END,FAIL,REQUEUE") | cluster.sbatch,
     )
+
+
+def _mail(cluster: ClusterConfig, occasions: str) -> dict[str, str | int | bool]:
+    """Slurm's own mail, which needs no network of ours."""
+    return {"mail-user": cluster.mail_user, "mail-type": occasions} if cluster.mail_user is not None else {}

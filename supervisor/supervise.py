@@ -13,6 +13,7 @@ from supervisor.decision import Decision, Wait
 from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import Lease, take_lease
+from supervisor.notify import Notifier
 from supervisor.report.screen import Screen
 from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
@@ -102,7 +103,7 @@ def _begin(run_dir: RunDir, out: TextIO, job_id: str | None) -> tuple[Watched, J
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
     mend_journal(run_dir.journal)
     _clear_leftovers(run_dir)
-    listeners = TensorBoard(run_dir), ReportAtTheEnd(run_dir)
+    listeners = TensorBoard(run_dir), ReportAtTheEnd(run_dir), Notifier(run_dir, config)
     audience = Audience(Screen(out, config.run.name, config.training.max_steps), listeners)
     started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
     state = read_state(run_dir)

@@ -85,9 +85,10 @@ def _json(data: Any) -> str:
 
 
 def without_secrets(config: Config) -> Config:
-    """The configuration without what may hold a password: of environment variables only the names."""
+    """The configuration without what may hold a password: addresses, and values of the environment."""
     cluster = config.cluster.model_copy(update={"environment": dict.fromkeys(config.cluster.environment, _HIDDEN)})
-    return config.model_copy(update={"cluster": cluster})
+    notify = tuple(_HIDDEN for _ in config.notify)
+    return config.model_copy(update={"cluster": cluster, "notify": notify})
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

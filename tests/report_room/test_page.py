@@ -71,7 +71,10 @@ def test_what_comes_from_files_is_escaped(tmp_path: Path) -> None:
 
 
 def test_secrets_are_left_out_of_the_configuration(tmp_path: Path) -> None:
-    shown = without_secrets(config(tmp_path, cluster={"environment": {"TOKEN": "t-1"}}))
+    settings = config(tmp_path, cluster={"environment": {"TOKEN": "t-1"}})
+    settings = settings.model_copy(update={"notify": ("tgram://bot-token/chat",)})
+    shown = without_secrets(settings)
+    assert shown.notify == ("(not shown)",)
     assert shown.cluster.environment == {"TOKEN": "(not shown)"}
 
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from worker.contract.files import UnusableFileError, publish
 from worker.contract.yaml_file import YamlError, format_yaml, read_yaml
@@ -325,6 +325,8 @@ class ClusterConfig(Section):
     container: str | None = None
     """Words before the interpreter, such as ``apptainer exec --nv image.sif``; pyxis takes
     ``--container-image=image.sqsh`` in ``srun``."""
+    mail_user: str | None = None
+    """Whom Slurm itself mails when a job of the run ends, fails or is put back into the queue."""
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict)
     """Any other sbatch option, long name to value; true for an option without one."""
 
@@ -356,6 +358,12 @@ class SupervisorConfig(Section):
     time_limit: str | None = None
 
 
+def _target(value: Any) -> Any:
+    """``{command: PROGRAM}``, as YAML reads it, becomes the text that it looks like."""
+    is_command = isinstance(value, dict) and value.keys() == {"command"} and isinstance(value["command"], str)
+    return f"command: {value['command']}" if is_command else value
+
+
 class Config(Section):
     """A run's whole configuration."""
 
@@ -369,6 +377,8 @@ class Config(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    notify: Annotated[tuple[Annotated[str, BeforeValidator(_target)], ...], Field(strict=False)] = ()
+    """Who is told of rollbacks, hangs, long waits and the end: addresses of apprise, or ``command: PROGRAM``."""
 
 
 def format_config(config: Config) -> str:
