@@ -24,6 +24,7 @@ from worker.evaluation import evaluate_both, evaluated, evaluated_at, evaluation
 from worker.fits import checked_optimizer, refuse_other_model
 from worker.guard import innermost, why_unguarded
 from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
+from worker.judgement import GRAVITY, Judgement, worse
 from worker.leaving import AlreadyTrainedError, AskedToLeaveError, VerdictError
 from worker.order import EpochOrder
 from worker.publish import publish_if_best
@@ -32,7 +33,7 @@ from worker.rates import configured_rates
 from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_what_cannot_repeat
 from worker.saving import save_checkpoint
 from worker.segment import Segment
-from worker.spikes import Detector, Judgement
+from worker.spikes import Detector
 from worker.staging import clear_staging
 from worker.tap import Measured, StepTap
 from worker.wrap import wrap
@@ -163,7 +164,7 @@ class StepsCallback(TrainerCallback):
         attached.step = state.global_step
         if attached.average is not None:
             attached.average.update(attached.model, state.global_step)
-        self._unread.append(self._tap.take(state, self._look()))
+        self._unread.append(self._tap.take(state, self._look(), attached.detector.take_alarm()))
         is_boundary = control.should_save or control.should_evaluate or control.should_training_stop
         self._settle(keep=1 if self._is_late and not is_boundary else 0)
         if self._asked is not Ask.NOTHING:
@@ -191,6 +192,7 @@ class StepsCallback(TrainerCallback):
         loss = sum(losses) / len(losses)
         grad_norm = rows[0][1] if measured.knows_norm else None
         said = self._attached.detector.judge(measured.step, loss, grad_norm, scaler_skipped=measured.scaler_skipped)
+        said = worse(said, agreed_alarm(measured, rows))
         self._record(
             measured, said, loss=loss, grad_norm=grad_norm, nonfinite_ranks=nonfinite_ranks(rows, measured.knows_norm)
         )
@@ -273,8 +275,9 @@ class StepsCallback(TrainerCallback):
             publish_if_best(self._attached, noted["eval_loss"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep what is not finite out of the Trainer's running mean and of trainer_state.json."""
+        """Judge what is watched beside the loss; keep what is not finite out of the Trainer's mean and of its state."""
         newest: dict[str, Any] = state.log_history[-1]
+        self._attached.detector.watch(state.global_step, newest)
         if not math.isfinite(newest.get("loss", 0.0)):
             self._attached.trainer._tr_loss.zero_()
         for name, value in newest.items():
@@ -287,6 +290,12 @@ class StepsCallback(TrainerCallback):
         if self._attached.segment is not None:
             self._attached.segment.sync()
         self._signals.restore()
+
+
+def agreed_alarm(measured: Measured, rows: Sequence[Sequence[float]]) -> Judgement:
+    """The gravest alarm of any rank, so that all of them stop at the same step."""
+    verdict = GRAVITY[int(max(row[4] for row in rows))]
+    return measured.alarm if measured.alarm.verdict == verdict else Judgement(verdict, measured.step)
 
 
 def nonfinite_ranks(rows: Sequence[Sequence[float]], knows_norm: bool) -> tuple[int, ...] | None:

@@ -58,7 +58,9 @@ def _restore(attached: Attached, chosen: Chosen) -> None:
     """Give the detector and the average what they had."""
     detector = chosen.folder / DETECTOR
     if detector.exists():
-        attached.detector.restore(json.loads(detector.read_text(encoding="utf-8")))
+        is_the_same = attached.detector.restore(json.loads(detector.read_text(encoding="utf-8")))
+        if not is_the_same and attached.segment is not None:
+            attached.segment.warn("the spike settings are not the checkpoint's: the detector begins anew")
     if attached.average is None:
         return
     average = chosen.folder / EMA

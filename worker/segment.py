@@ -78,6 +78,10 @@ class Segment:
         """What happened between two steps, for the next record."""
         self._once.update(fields)
 
+    def warn(self, text: str) -> None:
+        """A warning for the next record."""
+        self._warnings = (*self._warnings, text)
+
     def append(self, **fields: Any) -> None:
         """Write one step's record."""
         warnings = (*self._warnings, *(fields.pop("warnings", None) or ()))

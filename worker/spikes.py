@@ -1,98 +1,48 @@
 """The detector: judges each optimizer step's loss and gradient norm, on plain floats and in constant memory.
 
 Two judges in one order.  A step that is not finite is counted by ``NonFinite``; every other loss goes to the rule
-that the configuration names, which holds a reference level and says when losses above its band make a spike.
+that the configuration names (see ``worker/spike_rules.py``).  Other numbers that a Trainer logs have rules of their
+own and speak through ``alarm``.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final
 
 from worker.contract.config import SpikeConfig
-from worker.contract.loss_history import Verdict
+from worker.contract.loss_history import ACTED
+from worker.judgement import AcceptedLevel, Judgement, Rule, Streak, learned, median
+from worker.robust import FAR_SPREADS, Robust, level_of
+from worker.watched import Watched
 
 _RATE_SPAN = 1_000
 _RATE_LIMIT = 10  # 1 % of the span: one more within it is acted on
+_FORMAT = 2
 _RECENT = 3
+_FAST = 5
 _CLEARLY_POSITIVE = 0.1  # losses printed with four digits reach 0.0 honestly, but from below this, not in one step
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What one step's numbers mean; ``onset_step`` is the first step of the streak and ``level`` the reference."""
-
-    verdict: Verdict
-    onset_step: int | None = None
-    level: float | None = None
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass
-class Streak:
-    """Steps in a row of one kind."""
-
-    first: int | None = None
-    length: int = 0
-
-    def extend(self, step: int) -> int:
-        """Count one more; the streak's first step."""
-        self.first = step if self.first is None else self.first
-        self.length += 1
-        return self.first
-
-    def end(self) -> None:
-        """The next one begins anew."""
-        self.first, self.length = None, 0
-
-    def is_due(self, patience: int) -> bool:
-        """Whether this is the ``patience``-th step, or as many again later (in observe mode nobody acts)."""
-        return self.length > 0 and self.length % patience == 0
-
-    def state(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"first": self.first, "length": self.length}
-
-
-class Rule(Protocol):
-    """A way to judge losses; each keeps its outliers out of its own reference."""
-
-    def judge(self, step: int, loss: float) -> Judgement:
-        """Judge a loss that is a number or +inf."""
-
-    def unknown(self) -> Judgement:
-        """What a step says whose loss is not known: an open streak stays open, and nothing is learned."""
-
-    def state(self) -> dict[str, Any]:
-        """Everything the next judgement depends on, as finite JSON."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
 
 
 class MedianRatio:
     """A loss above ``ratio`` times the median of the last ``window`` losses, ``patience`` in a row, is a spike.
 
     Judged once ``warmup`` losses are known.  A ratio means nothing on a level at or below zero, so there every loss
-    is within the band.  An accepted level is the least reference, until the window has come up so far that the
-    accepted level lies within its band: from then on the window speaks for itself.
+    is within the band.
     """
 
-    name = "median_ratio"
-
-    def __init__(self, rules: SpikeConfig, accept_level: float | None) -> None:
+    def __init__(self, rules: SpikeConfig, accept_level: float | None = None) -> None:
         self._rules = rules
-        self._accept_level = accept_level
-        self._floor = accept_level
+        self._accepted = AcceptedLevel(accept_level, rules.ratio - 1)
         self._losses: deque[float] = deque(maxlen=rules.window)
         self._above = Streak()
 
-    def judge(self, step: int, loss: float) -> Judgement:
+    def judge(self, step: int, loss: float, *, has_witness: bool = False) -> Judgement:
         level = self._level()
         if level is None or level <= 0 or loss <= self._rules.ratio * level:
             self._above.end()
-            return self._learn(loss)
+            return learned(self._losses, loss)
         onset = self._above.extend(step)
         return Judgement("spike" if self._above.is_due(self._rules.patience) else "pending", onset, level)
 
@@ -101,33 +51,17 @@ class MedianRatio:
             return Judgement("ok")
         return Judgement("pending", self._above.first, self._level())
 
-    def _learn(self, loss: float) -> Judgement:
-        if math.isfinite(loss):
-            self._losses.append(loss)
-            return Judgement("ok")
-        return Judgement("ok", warnings=("an infinite loss with a finite gradient, before there is a level",))
-
     def _level(self) -> float | None:
-        if len(self._losses) < min(self._rules.warmup, self._rules.window):
-            return self._floor
-        level = median(self._losses)
-        if self._floor is not None and level * self._rules.ratio >= self._floor:
-            self._floor = None
-        return level if self._floor is None else max(level, self._floor)
+        is_known = len(self._losses) >= min(self._rules.warmup, self._rules.window)
+        return self._accepted.raised(median(self._losses) if is_known else None)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "accept_level": self._accept_level,
-            "floor": self._floor,
-            "losses": list(self._losses),
-            "above": self._above.state(),
-        }
+        return {**self._accepted.state(), "losses": list(self._losses), "above": self._above.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=self._rules.window)
         self._above = Streak(**state["above"])
-        if self._accept_level in (None, state["accept_level"]):
-            self._accept_level, self._floor = state["accept_level"], state["floor"]
+        self._accepted.restore(state)
 
 
 @dataclass
@@ -150,6 +84,40 @@ class NonFinite:
         return Judgement("skipped", onset)
 
 
+class Witness:
+    """The gradient norm: it confirms what the loss says, and never acts alone."""
+
+    def __init__(self, rules: SpikeConfig) -> None:
+        self._rules = rules
+        self._clean: deque[float] = deque(maxlen=rules.window)
+        self._last: deque[float] = deque(maxlen=_FAST)
+
+    def speaks(self, grad_norm: float | None) -> bool:
+        """Whether the norms of the last steps are above their band; an outlier never enters the reference."""
+        if grad_norm is None:
+            return False
+        self._last.append(grad_norm)
+        if len(self._clean) < min(self._rules.warmup, self._rules.window):
+            self._clean.append(grad_norm)
+            return False
+        limit = level_of(self._clean).limit(self._rules.ratio - 1, FAR_SPREADS)
+        if grad_norm <= limit:
+            self._clean.append(grad_norm)
+        return median(self._last) > limit
+
+    def state(self) -> dict[str, list[float]]:
+        """As JSON."""
+        return {"clean": list(self._clean), "last": list(self._last)}
+
+    def restore(self, state: dict[str, list[float]]) -> None:
+        """Go on from ``state``."""
+        self._clean.extend(state["clean"])
+        self._last.extend(state["last"])
+
+
+_RULES: Final = {"robust": Robust, "median_ratio": MedianRatio}
+
+
 class Detector:
     """Judges a run's steps one after the other; never raises on any number, and goes on bit by bit from its state.
 
@@ -165,7 +133,10 @@ class Detector:
         self._step: int | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._nonfinite = NonFinite(self._rules.nonfinite_patience)
-        self._rule: Rule = MedianRatio(self._rules, self._accept_level)
+        self._rule: Rule = _RULES[self._rules.rule](self._rules, self._accept_level)
+        self._witness = Witness(self._rules)
+        self._watched = Watched(self._rules)
+        self._loss_tells = True
 
     def judge(
         self, step: int, loss: float | None, grad_norm: float | None, *, scaler_skipped: bool = False
@@ -175,7 +146,7 @@ class Detector:
         Not finite is a gradient that is not, or a loss that is not (or is unknown, or the exact 0.0 that a filter
         puts in its place) beside an unknown gradient.  A step that the fp16 scaler skipped is its way of working:
         ``skipped``, and counted nowhere.  With a finite gradient a NaN harms nothing and is noted; +inf is above
-        every band.
+        every band, as is a step that is not finite after losses above theirs.
         """
         if self._step is not None and step < self._step:
             self._begin()
@@ -185,13 +156,25 @@ class Detector:
         if scaler_skipped:
             return Judgement("skipped", step, warnings=("the fp16 scaler skipped this step",))
         if self._is_nonfinite(loss, grad_norm):
-            return self._nonfinite.count(step)
+            return self._judge_nonfinite(step)
         self._nonfinite.streak.end()
+        has_witness = self._witness.speaks(grad_norm)
         if loss is None or math.isnan(loss) or loss == -math.inf:
             return self._noted(loss)
         if math.isfinite(loss):
             self._recent.append(loss)
-        return self._rule.judge(step, loss)
+        if not self._loss_tells:
+            return Judgement("ok")
+        return self._rule.judge(step, loss, has_witness=has_witness)
+
+    def _judge_nonfinite(self, step: int) -> Judgement:
+        """Counted, and above every band where losses are above theirs already: both together may be due."""
+        said = self._nonfinite.count(step)
+        if not self._loss_tells or self._rule.unknown().verdict == "ok":
+            return said
+        above = self._rule.judge(step, math.inf)
+        is_due = said.verdict in ACTED or above.verdict in ACTED
+        return Judgement("nonfinite" if is_due else "skipped", above.onset_step, above.level, said.warnings)
 
     def _is_nonfinite(self, loss: float | None, grad_norm: float | None) -> bool:
         if grad_norm is not None:
@@ -205,29 +188,44 @@ class Detector:
         warning = f"the loss is {'unknown' if loss is None else loss} and the gradient is finite"
         return Judgement(said.verdict, said.onset_step, said.level, (warning,))
 
+    def watch(self, step: int, logged: Mapping[str, Any]) -> None:
+        """Judge what a Trainer logged beside the loss, by the names of ``spike.metrics``.
+
+        Whoever logs a ``reward`` trains by it, and the loss tells nothing: from here on it acts only when it is not
+        finite.
+        """
+        self._loss_tells = self._loss_tells and logged.get("reward") is None
+        self._watched.judge(step, logged)
+
+    def take_alarm(self) -> Judgement:
+        """What the watched numbers say; a verdict is handed out once."""
+        return self._watched.take_alarm()
+
     def state(self) -> dict[str, Any]:
         """Everything the next judgement depends on, as finite JSON."""
         return {
-            "rule": self._rules.rule,
+            "format": _FORMAT,
+            "rules": self._rules.model_dump(mode="json"),
             "step": self._step,
             "recent": list(self._recent),
             "nonfinite": {"streak": self._nonfinite.streak.state(), "steps": list(self._nonfinite.steps)},
             "reference": self._rule.state(),
+            "witness": self._witness.state(),
+            "watched": self._watched.state(),
+            "loss_tells": self._loss_tells,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state`` returned; a reference of another rule is left aside and built anew."""
+    def restore(self, state: dict[str, Any]) -> bool:
+        """Go on from what ``state`` returned; False, and anew, where that was of other settings."""
         self._begin()
+        if (state.get("format"), state.get("rules")) != (_FORMAT, self._rules.model_dump(mode="json")):
+            return False
         self._step = state["step"]
         self._recent.extend(state["recent"])
         self._nonfinite.streak = Streak(**state["nonfinite"]["streak"])
         self._nonfinite.steps.extend(state["nonfinite"]["steps"])
-        if state["rule"] == self._rules.rule:
-            self._rule.restore(state["reference"])
-
-
-def median(values: Iterable[float]) -> float:
-    """The median of one finite value or more, finite too: halves are added, because a sum may overflow."""
-    ordered = sorted(values)
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return low if low == high else low / 2 + high / 2
+        self._rule.restore(state["reference"])
+        self._witness.restore(state["witness"])
+        self._watched.restore(state["watched"])
+        self._loss_tells = state["loss_tells"]
+        return True

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerState
 from worker import world
 from worker.guard import OwnGradient, innermost, withhold
 from worker.interrupts import Ask
+from worker.judgement import GRAVITY, Judgement
 from worker.wrap import wrap
 
 
@@ -35,7 +36,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Measured:
-    """One finished step. ``rows`` holds every rank's loss, gradient norm, ask and own largest gradient."""
+    """One finished step. ``rows`` holds every rank's loss, gradient norm, ask, own largest gradient and alarm."""
 
     step: int
     epoch: float
@@ -47,6 +48,8 @@ class Measured:
     step_s: float
     data_wait_s: float
     tokens_per_s: float
+    alarm: Judgement
+    """What this rank's watched numbers say; ``rows`` has its gravity, on which all ranks agree."""
 
 
 class StepTap:
@@ -102,14 +105,14 @@ class StepTap:
     def _scaler(self) -> Any:
         return getattr(self._trainer.accelerator, "scaler", None)
 
-    def take(self, state: TrainerState, ask: Ask) -> Measured:
+    def take(self, state: TrainerState, ask: Ask, alarm: Judgement) -> Measured:
         """The step that just ended; the next one is measured from here."""
         seconds = time.monotonic() - self._began
         scaler = self._scaler
         measured = Measured(
             step=state.global_step,
             epoch=float(state.epoch or 0.0),
-            rows=Later(world.rows_of_all_ranks(self._row(ask))),
+            rows=Later(world.rows_of_all_ranks(self._row(ask, alarm))),
             rate=self._rate,
             knows_norm=self._norm is not None,
             scaler_skipped=scaler is not None and self._trainer.accelerator.optimizer_step_was_skipped,
@@ -117,14 +120,16 @@ class StepTap:
             step_s=seconds,
             data_wait_s=self._got_data - self._began,
             tokens_per_s=self._tokens * world.world_size() / max(seconds, 1e-9),
+            alarm=alarm,
         )
         self._loss = self._norm = None
         return measured
 
-    def _row(self, ask: Ask) -> torch.Tensor:
+    def _row(self, ask: Ask, alarm: Judgement) -> torch.Tensor:
         device = self._trainer.args.device
         own_gradient = self._own_gradient.take()
-        numbers = (self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient)
+        gravity = float(GRAVITY.index(alarm.verdict))
+        numbers = (self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient, gravity)
         return torch.stack([_on_device(number, device) for number in numbers])
 
 

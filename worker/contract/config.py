@@ -178,8 +178,8 @@ class TrainingConfig(Section):
 class SpikeConfig(Section):
     """When a loss counts as a spike."""
 
-    rule: Literal["median_ratio"] = "median_ratio"
-    """median_ratio: the loss against the median of the window."""
+    rule: Literal["robust", "median_ratio"] = "robust"
+    """robust: level, noise and the best level; median_ratio: the median of the window alone."""
     window: Positive = 50
     """Losses in the reference window."""
     ratio: Annotated[float, Field(gt=1)] = 2.0
@@ -188,8 +188,12 @@ class SpikeConfig(Section):
     """Losses needed before anything but a non-finite one is judged."""
     patience: Positive = 3
     """Losses above the band in a row that make a spike."""
+    confirm: Positive = 25
+    """Steps after ``patience`` that a level raised by less than ``ratio`` has to come back; robust only."""
     nonfinite_patience: Positive = 2
     """Non-finite steps in a row that are acted on."""
+    metrics: dict[str, Literal["fall", "rise"]] = Field(default_factory=dict)
+    """Other numbers that the Trainer logs, and which way is bad: ``{reward: fall, kl: rise}``."""
 
 
 class EmaConfig(Section):
