@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, SchedulerError, choose
-from supervisor.config import ConfigError, load_config
+from supervisor.config import ConfigError, load_config, load_spike
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import HeldError, LostError, is_gone, read_holder
 from supervisor.levers import ask, check_step, wait_until_over
@@ -27,7 +27,7 @@ from supervisor.runs import RunError, all_runs, find_run, open_or_create, standi
 from supervisor.supervise import read_state, reopen, supervise, supervise_once
 from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal, write_report
 from worker.contract.config import Config
-from worker.contract.files import UnusableFileError, publish_message
+from worker.contract.files import UnusableFileError, publish, publish_message
 from worker.contract.run_dir import RunDir
 
 OK: Final = 0
@@ -261,6 +261,27 @@ def check(args: argparse.Namespace) -> int:
     return WRONG_INPUT if result.errors else OK
 
 
+def detect(args: argparse.Namespace) -> int:
+    """What the detector says about loss logs of any tool: what would have been rolled back."""
+    from supervisor.detect import examine_log, lines_about
+
+    rules, examined, unusable = load_spike(args.set), [], []
+    for file in args.files:
+        try:
+            examined.append(examine_log(file, rules))
+        except UnusableFileError as error:
+            unusable.append(error)
+            continue
+        print(json.dumps(examined[-1].as_json()) if args.json else "\n".join(lines_about(examined[-1])))
+    if args.html is not None:
+        from supervisor.report.detect_page import detect_page
+
+        publish(args.html, detect_page(examined))
+    for one in unusable:
+        print(" ".join(str(one).split()), file=sys.stderr)
+    return WRONG_INPUT if unusable else OK
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Whether this machine and cluster are fit to run it."""
     from supervisor.doctor import examine
@@ -310,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
             of_config.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
         if verb is check:
             of_config.add_argument("--json", action="store_true")
+    _add_detect(verbs)
     for verb in (status, watch, log, report, stop, resume, rollback, pin, doctor):
         of_run = _add(verbs, verb)
         if verb is not doctor:
@@ -336,6 +358,14 @@ def _parser() -> argparse.ArgumentParser:
             of_run.add_argument("--since", metavar="TIME", help="2h, 30min, 1d, 17:40, or 2026-11-29 17:40")
             of_run.add_argument("--follow", action="store_true", help="go on as events come, until the run is over")
     return parser
+
+
+def _add_detect(verbs: Any) -> None:
+    of_logs = _add(verbs, detect)
+    of_logs.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a loss log")
+    of_logs.add_argument("--set", action="append", default=[], metavar="spike.KEY=VALUE", help="a detector's setting")
+    of_logs.add_argument("--json", action="store_true")
+    of_logs.add_argument("--html", type=Path, metavar="PAGE", help="draw the curves and what was found")
 
 
 def _add(verbs: Any, verb: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import supervisor
 from supervisor.config_findings import ConfigError, Finding, Place, Problem, problems_of, show
 from supervisor.config_paths import located, missing_paths
 from supervisor.config_rules import contradictions
-from worker.contract.config import Config
+from worker.contract.config import Config, Section, SpikeConfig
 from worker.contract.yaml_file import YamlError, parse_yaml, read_yaml
 
 __all__ = ["ConfigError", "Finding", "load_config", "shipped_configs"]
@@ -43,6 +43,27 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if problems:
         raise merged.error(problems)
     return located(config)
+
+
+def load_spike(overrides: Sequence[str] = ()) -> SpikeConfig:
+    """The settings of ``spike:`` with ``spike.KEY=VALUE`` overrides; ConfigError where they cannot be used."""
+    merged = _Merged(OVERRIDE)
+    for place, value in map(_parse_override, overrides):
+        if place[0] != "spike" or len(place) == 1:
+            raise ConfigError(
+                Finding(OVERRIDE, ".".join(place), "is no setting of the detector", "set spike.KEY=VALUE")
+            )
+        merged.override(place, value)
+    try:
+        return _SpikeAlone.model_validate(merged.values).spike
+    except ValidationError as error:
+        raise merged.error(problems_of(error, merged.values)) from None
+
+
+class _SpikeAlone(Section):
+    """A configuration of which only the detector is wanted."""
+
+    spike: SpikeConfig = SpikeConfig()
 
 
 def shipped_configs() -> Path:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from worker.contract.config import SpikeConfig
 from worker.contract.loss_history import ACTED
-from worker.judgement import AcceptedLevel, Judgement, Rule, Streak, learned, median
+from worker.judgement import AcceptedLevel, Judgement, Rule, Streak, learned, median, worse
 from worker.robust import FAR_SPREADS, Robust, level_of
 from worker.watched import Watched
 
@@ -187,6 +187,20 @@ class Detector:
         said = self._rule.unknown()
         warning = f"the loss is {'unknown' if loss is None else loss} and the gradient is finite"
         return Judgement(said.verdict, said.onset_step, said.level, (warning,))
+
+    def judge_logged(
+        self,
+        step: int,
+        loss: float | None,
+        grad_norm: float | None,
+        logged: Mapping[str, Any],
+        *,
+        scaler_skipped: bool = False,
+    ) -> Judgement:
+        """The judgement of a step that was logged with all of its numbers at once, the watched ones among them."""
+        said = self.judge(step, loss, grad_norm, scaler_skipped=scaler_skipped)
+        self.watch(step, logged)
+        return worse(said, self.take_alarm())
 
     def watch(self, step: int, logged: Mapping[str, Any]) -> None:
         """Judge what a Trainer logged beside the loss, by the names of ``spike.metrics``.

@@ -27,9 +27,13 @@ class Watched:
             for name, way in rules.metrics.items()
         }
         self._said: dict[str, Judgement] = {}
+        self._step: int | None = None
 
     def judge(self, step: int, logged: Mapping[str, Any]) -> None:
-        """Judge those that are among ``logged``."""
+        """Judge those that are among ``logged``, once a step."""
+        if step == self._step or self._rules.keys().isdisjoint(logged):
+            return
+        self._step = step
         for name, rule in self._rules.items():
             value = logged.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
@@ -52,9 +56,10 @@ class Watched:
 
     def state(self) -> dict[str, Any]:
         """As JSON; what was said and not handed out yet is said again after the next log."""
-        return {name: rule.state() for name, rule in self._rules.items()}
+        return {"step": self._step, "rules": {name: rule.state() for name, rule in self._rules.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state``."""
+        self._step = state["step"]
         for name, rule in self._rules.items():
-            rule.restore(state[name])
+            rule.restore(state["rules"][name])

@@ -1,0 +1,191 @@
+"""Loss logs of many tools become rows: trainer_state.json, loss_history.json, JSON lines, CSV, text, TensorBoard.
+
+What a file is, its contents tell.  Numbers may be bare ``NaN`` and ``Infinity`` tokens, the same as text, or null.
+"""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from supervisor.event_file import event_rows, is_event_file
+from worker.contract.files import UnusableFileError
+
+_STEP: Final = ("step", "current_steps", "global_step", "iteration", "iter", "_step")
+_LOSS: Final = ("loss", "lm_loss", "train_loss", "training_loss")
+_NORM: Final = ("grad_norm", "gradient_norm", "global_grad_norm")
+_BESIDE: Final = {
+    *_STEP, *_LOSS, *_NORM, "epoch", "learning_rate", "lr", "time", "timestamp", "total_steps", "percentage",
+    "elapsed_time", "remaining_time", "wall_time",
+}  # fmt: skip
+_OF_EVALUATION: Final = ("eval", "val", "valid", "test", "predict")
+_ITERATION: Final = re.compile(r"iteration\s+(\d+)\s*/\s*\d+\s*\|(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One logged step; None is a number that is not known, and NaN one that was not a number."""
+
+    index: int
+    """Among all rows of the file, from 0."""
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    scaler_skipped: bool = False
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_loss_log(path: Path) -> tuple[int, list[Row]]:
+    """How many rows a log has, and those of them that are training steps; UnusableFileError where it is none."""
+    try:
+        data = path.read_bytes()
+    except IsADirectoryError:
+        raise UnusableFileError(path, "it is a folder; name the log in it") from None
+    except OSError as error:
+        raise UnusableFileError(path, f"cannot be read: {error.strerror}") from None
+    raw, may_drop_loss = _raw_rows(path, data)
+    rows = [row for index, one in enumerate(raw) if (row := _row(index, one, may_drop_loss)) is not None]
+    if not rows:
+        known = ", ".join(sorted({key for one in raw[:1000] for key in one})[:12])
+        raise UnusableFileError(path, f"no training loss in it; it has {known or 'no rows'}")
+    return len(raw), rows
+
+
+def _raw_rows(path: Path, data: bytes) -> tuple[list[dict[str, Any]], bool]:
+    """The rows as the file has them, and whether a row without a loss can be a step whose loss was dropped."""
+    if is_event_file(path, data[:200]):
+        return [_named(one) for one in event_rows(data)], False
+    text = data.decode("utf-8-sig", "replace")
+    if _ITERATION.search(text):
+        return [_iteration(*found.groups()) for found in _ITERATION.finditer(text)], True
+    if text.lstrip()[:1] in ("{", "["):
+        return [_named(one) for one in _json_rows(path, text)], True
+    return _csv_rows(path, text)
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError:
+        return _lines_of_json(path, text)
+    except RecursionError:
+        raise UnusableFileError(path, "its JSON is nested too deeply") from None
+    if isinstance(document, dict):
+        document = document.get("log_history", [document])
+    if not isinstance(document, list):
+        raise UnusableFileError(path, "its log_history is no list")
+    return [one for one in document if isinstance(one, dict)]
+
+
+def _lines_of_json(path: Path, text: str) -> list[dict[str, Any]]:
+    """One object a line, an array's commas and brackets around them; only the last line may be torn."""
+    lines = [stripped for line in text.splitlines() if (stripped := line.strip().strip("[],\x00 "))]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            if number < len(lines):
+                raise UnusableFileError(path, f"its row {number} is not JSON: {line[:60]!r}") from None
+            continue
+        if isinstance(one, dict):
+            rows.append(one)
+    return rows
+
+
+def _iteration(step: str, rest: str) -> dict[str, Any]:
+    """A line of Megatron's log: ``iteration 100/ 5000 | lm loss: 6.4E+00 | grad norm: 1.2 | ...``."""
+    pairs = (part.rsplit(":", 1) for part in rest.split("|") if ":" in part)
+    return {"step": int(step), **{_name(key.strip()): value.strip() for key, value in pairs}}
+
+
+def _csv_rows(path: Path, text: str) -> tuple[list[dict[str, Any]], bool]:
+    head = text.partition("\n")[0]
+    delimiter = max(",\t;", key=head.count)
+    try:
+        rows = [_named(one) for one in csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)]
+    except csv.Error as error:
+        raise UnusableFileError(path, f"neither JSON, nor a table, nor a log that is known: {error}") from None
+    return rows, all(key in _BESIDE for key in (rows[0] if rows else ()))
+
+
+# -- a row -------------------------------------------------------------------------------------------------------------
+
+
+def _named(raw: Mapping[Any, Any]) -> dict[str, Any]:
+    return {_name(str(key)): value for key, value in raw.items()}
+
+
+@cache
+def _name(key: str) -> str:
+    """A column's name as the Trainer writes it: ``Train/Grad Norm`` is ``grad_norm``."""
+    name = re.sub(r"[\s-]+", "_", key.strip().lower())
+    return re.sub(r"^(train|training|trainer)/", "", name).replace("eval/", "eval_")
+
+
+def _row(index: int, raw: dict[str, Any], may_drop_loss: bool) -> Row | None:
+    """The training step that a row is about; None where it is about something else."""
+    loss, norm = _first(raw, _LOSS), _first(raw, _NORM)
+    if "train_runtime" in raw or (loss is None and not _is_step_without_loss(raw, norm, may_drop_loss)):
+        return None
+    step = _first(raw, _STEP)
+    return Row(
+        index=index,
+        step=int(step) if step is not None and math.isfinite(step) else index + 1,
+        loss=loss,
+        grad_norm=norm,
+        scaler_skipped=_is_scalers(raw, loss, norm),
+        others=raw,
+    )
+
+
+def _is_step_without_loss(raw: dict[str, Any], norm: float | None, may_drop_loss: bool) -> bool:
+    """Whether a row without a loss is a step whose loss was dropped because it was not a number."""
+    if norm is not None and not math.isfinite(norm):
+        return True
+    told = {key for key, value in raw.items() if _number(value) is not None}
+    if not may_drop_loss or any(key.startswith(_OF_EVALUATION) for key in told):
+        return False
+    return not told.isdisjoint(_STEP) and (told <= _BESIDE or "loss_scale" in told)
+
+
+def _is_scalers(raw: dict[str, Any], loss: float | None, norm: float | None) -> bool:
+    """Whether mixed precision skipped the step: a loss that is a number beside a gradient that is none.
+
+    In our own history that is so only beside a loss scale; Megatron's lines count what its scaler skipped.
+    """
+    if "verdict" in raw:
+        return raw.get("verdict") == "skipped" and _number(raw.get("loss_scale")) is not None
+    if (_number(raw.get("number_of_skipped_iterations")) or 0) > 0 and (_number(raw.get("loss_scale")) or 0) > 1:
+        return norm is None or not math.isnan(norm)
+    return loss is not None and math.isfinite(loss) and loss != 0 and norm is not None and not math.isfinite(norm)
+
+
+def _first(raw: dict[str, Any], names: Iterable[str]) -> float | None:
+    for name in names:
+        if name in raw:
+            found = _number(raw[name], raw.get("nonfinite"), name)
+            if found is not None:
+                return found
+    return None
+
+
+def _number(value: Any, nonfinite: Any = None, name: str = "") -> float | None:
+    """A number, also where it is text; None where there is none. Our history names what was not finite."""
+    if value is None and isinstance(nonfinite, dict):
+        value = nonfinite.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
