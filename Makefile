@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exact lint slurm views clean
+.PHONY: help demo test exact lint slurm views pictures clean
 
 help:
 	@echo "make demo   a real training run that spikes, rolls back and finishes, on this machine"
@@ -36,6 +36,10 @@ test: .venv/ready slurm views
 exact: .venv/ready
 	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest \
 		tests/trainer_room/test_exact.py tests/trainer_room/test_whole_saves.py $(PYTEST_ARGS)
+
+# The README's pictures, from a real run.
+pictures: .venv/ready views
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.pictures
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .

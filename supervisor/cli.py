@@ -336,7 +336,10 @@ def _parser() -> argparse.ArgumentParser:
         of_run = _add(verbs, verb)
         if verb is not doctor:
             optional = "?" if verb is status else None
-            of_run.add_argument("run", nargs=optional, metavar="RUN", help="a run's folder, or its name under --dir")
+            run_argument = of_run.add_argument(
+                "run", nargs=optional, metavar="RUN", help="a run's folder, or its name under --dir"
+            )
+            run_argument.completer = _names_of_runs  # type: ignore[attr-defined]
         of_run.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
         if verb is rollback:
             of_run.add_argument(
@@ -368,6 +371,11 @@ def _add_detect(verbs: Any) -> None:
     of_logs.add_argument("--html", type=Path, metavar="PAGE", help="draw the curves and what was found")
 
 
+def _names_of_runs(parsed_args: argparse.Namespace, **of_argcomplete: Any) -> list[str]:
+    """What the shell completes a RUN with."""
+    return [run_dir.path.name for run_dir in all_runs(parsed_args.dir)]
+
+
 def _add(verbs: Any, verb: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
     text = (verb.__doc__ or "").splitlines()[0]
     parser: argparse.ArgumentParser = verbs.add_parser(verb.__name__, help=text, description=text)
@@ -383,7 +391,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return WRONG_INPUT
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for the words that may stand here
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(argv)
     return _guarded(lambda: int(args.act(args)))
 
 

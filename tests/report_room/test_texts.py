@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -23,6 +26,7 @@ from tests.supervisor_room.stage import BEGIN
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition
 
+HIGGSFIELD = str(Path(sys.executable).with_name("higgsfield"))
 pytestmark = pytest.mark.usefixtures("berlin")
 
 
@@ -195,6 +199,20 @@ def test_when_slurm_expects_a_start_is_told_again_when_it_moves_by_much(tmp_path
     seen = [event.starts_at for event in stage.events if isinstance(event, JobSeen)]
     assert seen == [None, 5000.0, 9000.0]
     assert standing(stage.run_dir, in_detail=False)["job"]["starts_at"] == 9000.0
+
+
+def test_the_shell_completes_verbs_and_the_names_of_runs(tmp_path: Path) -> None:
+    Slow(tmp_path / "some runs")
+
+    def words(line: str) -> list[str]:
+        with open(tmp_path / "words", "w+") as answer:
+            env = dict(os.environ) | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+            env |= {"_ARGCOMPLETE_STDOUT_FILENAME": answer.name, "_ARGCOMPLETE_IFS": "\n"}
+            subprocess.run([HIGGSFIELD], env=env, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+            return answer.read().split()
+
+    assert {"status", "stop", "submit"} <= set(words("higgsfield s"))
+    assert words("higgsfield log --dir 'some runs' r") == ["r"]
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
