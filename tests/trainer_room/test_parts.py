@@ -15,6 +15,7 @@ from worker.checkpoints import file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.config import CheckpointConfig
 from worker.contract.directive import Directive, publish_directive, read_directive
+from worker.contract.exit_report import NO_WORLD_ERROR
 from worker.contract.files import publish_message
 from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_history, surviving
 from worker.contract.manifest import MANIFEST, Manifest
@@ -30,7 +31,7 @@ from worker.segment import telling_records
 from worker.staging import clear_own_staging, clear_staging
 from worker.start import Start
 from worker.train import exit_code_of
-from worker.world import interface_of, own_address, refuse_lonely_tasks
+from worker.world import NoWorldError, interface_of, join_world, own_address, refuse_lonely_tasks
 
 
 def trained(num_groups: int = 2) -> tuple[torch.optim.Optimizer, LambdaLR]:
@@ -216,6 +217,17 @@ def test_one_of_several_tasks_may_not_think_that_it_is_alone() -> None:
     refuse_lonely_tasks(start, {})
     with pytest.raises(RefusedError, match="Slurm started 2 tasks"):
         refuse_lonely_tasks(start, {"SLURM_NTASKS": "2"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_whose_peer_never_comes_find_no_world(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.world._AGAIN_TIMEOUT_S", 0.5)
+    world = {"rank": rank, "world": 2, "local_rank": rank, "same_allocation": True}
+    start = Start(attempt=2, restart=0, job_id="1", name="hf-1", **world)
+    with pytest.raises(NoWorldError, match="2 ranks found no world") as caught:
+        join_world(RunDir(tmp_path), start, {}, 60.0)
+    assert type(caught.value).__name__ == NO_WORLD_ERROR
+    assert exit_code_of(caught.value) == 1
 
 
 def test_this_host_has_an_address_and_an_interface_for_it() -> None:
