@@ -150,8 +150,9 @@ def refuse_changes(before: Settings, now: Settings) -> None:
 
 def optimizer_steps(optimizer: Optimizer, done: int) -> int:
     """Updates that the optimizer's state says it has seen; ``done`` where it keeps no count (SGD)."""
-    counts = [int(state["step"]) for state in innermost(optimizer).state.values() if "step" in state]
-    return max(counts, default=done)
+    inner = innermost(optimizer)
+    kept = [*inner.state.values(), *inner.param_groups]  # pytorch_optimizer counts in the groups
+    return max((int(one["step"]) for one in kept if "step" in one), default=done)
 
 
 def platform_of(device: torch.device) -> dict[str, str | int]:

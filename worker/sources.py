@@ -66,6 +66,10 @@ def _rows(piece: Piece, data: DataConfig, tokenizer: Any, texts: dict[str, "Text
     return SourceRows(file=piece.file, unit="line", first=first, last=last)
 
 
+LARGEST_TEXT = 2**25
+"""Bytes of a text file up to which its tokens are made once more, to see where they stand: a token takes 200 there."""
+
+
 class TextFile:
     """A text file whose tokens know the lines that they stand in."""
 
@@ -73,13 +77,14 @@ class TextFile:
         """``tokenizer``: None where a token is a byte. A slow one does not tell where its tokens stand."""
         self._text: bytes | str = path.read_bytes()
         self._offsets: list[tuple[int, int]] | None = None
-        self._is_known = tokenizer is None or tokenizer.is_fast
-        if tokenizer is not None and tokenizer.is_fast:
+        tells = tokenizer is not None and tokenizer.is_fast and len(self._text) <= LARGEST_TEXT
+        self._is_known = tokenizer is None or tells
+        if tokenizer is not None and tells:
             self._text = self._text.decode("utf-8")
             self._offsets = tokenizer(self._text, verbose=False, return_offsets_mapping=True)["offset_mapping"]
 
     def lines(self, piece: Piece) -> tuple[int, int]:
-        """The first and the last line that hold ``piece``, from 1; those of the whole file where nothing tells."""
+        """The first and the last line that hold ``piece``, from 1; those of the whole file where nothing tells more."""
         begin, end = self._span(piece) if self._is_known else (0, len(self._text))
         return self._line_at(begin), self._line_at(end - 1)
 

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import worker.sources
 from tests.recipe_room.recipes import configured
 from worker.contract.loss_history import SourceRows
 from worker.data import TrainingData, build_data
@@ -87,6 +88,13 @@ def test_of_a_text_file_the_lines_are_named(tmp_path: Path, tokenizer: str) -> N
     else:  # <s> a b | c d e | f g h, and </s>, which fills no block
         found = rows_of(built(tmp_path, words(), train="a.txt", tokenizer="words", max_tokens=3))
         assert found == [[("a.txt", "line", *span)] for span in [(1, 1), (1, 2), (4, 4)]]
+
+
+def test_of_a_text_file_that_is_too_large_all_lines_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.sources, "LARGEST_TEXT", 8)
+    (tmp_path / "a.txt").write_text("a b c\nd e\n\nf g h")
+    found = rows_of(built(tmp_path, words(), train="a.txt", tokenizer="words", max_tokens=3))
+    assert found == [[("a.txt", "line", 1, 4)]] * 3
 
 
 def test_a_sample_of_special_tokens_alone_is_at_the_end(tmp_path: Path) -> None:

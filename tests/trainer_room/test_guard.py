@@ -183,15 +183,22 @@ def test_a_poisoned_row_changes_no_weight_and_a_kill_no_bit(
 
 
 @pytest.mark.training
-def test_one_rank_alone_sees_it_and_none_applies_it(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
-    """Two ranks, two micro-steps: sample 9 is in the second micro-step of the third batch, on rank 1."""
-    rig = poisoned_rig(make_rig, tmp_path, batch_size=1, gradient_accumulation=2)
+@pytest.mark.parametrize(("name", "counted"), [("adamw", MAX_STEPS - 2), ("sophia", MAX_STEPS)])
+def test_one_rank_alone_sees_it_and_none_applies_it(
+    make_rig: Callable[..., Rig], tmp_path: Path, name: str, counted: int
+) -> None:
+    """Two ranks, two micro-steps: sample 9 is in the second micro-step of the third batch, on rank 1.
+
+    Sophia counts its calls, not its updates.
+    """
+    optimizer = {"name": name, **OPTIMIZERS[name]}
+    rig = poisoned_rig(make_rig, tmp_path, batch_size=1, gradient_accumulation=2, optimizer=optimizer)
     rig.finish(world=2, poison=MARKER)
     withheld = whose_update_was_withheld(rig)
     assert [(record.step, record.nonfinite_ranks) for record in withheld] == [(3, (1,)), (8, (1,))]
     assert weights(rig.run.checkpoint(3)) == weights(rig.run.checkpoint(2))
     manifest = complete_manifest(rig.run.checkpoint(MAX_STEPS))
-    assert (manifest.weights_finite, manifest.optimizer_steps) == (True, MAX_STEPS - 2)
+    assert (manifest.weights_finite, manifest.optimizer_steps) == (True, counted)
 
 
 @pytest.mark.training
