@@ -35,8 +35,8 @@ class Curvature:
         _refuse_what_is_not_whole(trainer)
         self._trainer = trainer
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._rho = float(args.get("rho", RHO))
-        self._every = int(args.get("every", EVERY))
+        self._rho = float(_positive(args, "rho", RHO, (int, float)))
+        self._every = int(_positive(args, "every", EVERY, (int,)))
         self._estimate: list[torch.Tensor] | None = None
         wrap(trainer, "training_step", self._after_micro_step)
         optimizer.register_step_pre_hook(self._give)
@@ -77,9 +77,18 @@ def gauss_newton_bartlett(
     """The Gauss-Newton diagonal on ``inputs``, a tensor a parameter: tokens x squared gradient on drawn labels."""
     logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[..., :-1, :]
     learned = logits[inputs["labels"][..., 1:] != -100].float()
-    drawn = torch.multinomial(torch.softmax(learned.detach(), dim=-1), 1).squeeze(-1)
+    noise = torch.empty_like(learned).exponential_().log_()
+    drawn = (learned.detach() - noise).argmax(dim=-1)  # as likely as its softmax says, and no error where it is NaN
     gradients = torch.autograd.grad(cross_entropy(learned, drawn), parameters)
     return [gradient.square() * len(learned) for gradient in gradients]
+
+
+def _positive(args: Mapping[str, Any], name: str, default: float, kinds: tuple[type, ...]) -> Any:
+    value = args.get(name, default)
+    if type(value) not in kinds or not value > 0:
+        wanted = "a whole number above 0" if float not in kinds else "a number above 0"
+        raise RefusedError(f"config.yaml: training.optimizer.args.{name}: {value!r} is not {wanted}", what="optimizer")
+    return value
 
 
 def _refuse_what_is_not_whole(trainer: Trainer) -> None:

@@ -18,7 +18,7 @@ from worker.leaving import RefusedError
 from worker.models import build_model
 from worker.optimizers import build_optimizer, build_schedule, schedule_factor
 from worker.rates import configured_rates, hold_rates
-from worker.sophia import gauss_newton_bartlett
+from worker.sophia import Curvature, gauss_newton_bartlett
 
 
 def built(model: torch.nn.Module, **optimizer: Any) -> torch.optim.Optimizer:
@@ -121,6 +121,30 @@ def test_sophia_moves_a_weight_by_its_rate_at_most() -> None:
     weight.grad = torch.tensor([1.0, -2.0, 0.5, 3.0])
     optimizer.step(hessian=[torch.tensor([4.0, 4.0, 0.0, 1.0])])  # type: ignore[call-arg]
     assert weight.tolist() == [-0.125, 0.25, -0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), [({"every": 0}, "every: 0 is not a whole"), ({"rho": "x"}, "rho: 'x' is no")]
+)
+def test_arguments_of_sophia_that_make_no_sense_are_one_line(args: dict[str, Any], said: str) -> None:
+    trainer: Any = SimpleNamespace(
+        is_fsdp_enabled=False, is_deepspeed_enabled=False, args=SimpleNamespace(fp16=False), training_step=None
+    )
+    with pytest.raises(RefusedError, match=said):
+        Curvature(trainer, built(torch.nn.Linear(2, 2), name="sophia"), args)
+    trainer.args.fp16 = True
+    with pytest.raises(RefusedError, match="vanish in fp16"):
+        Curvature(trainer, built(torch.nn.Linear(2, 2), name="sophia"), {})
+
+
+def test_a_model_that_is_not_finite_has_no_curvature_and_raises_nothing() -> None:
+    layer = torch.nn.Linear(2, 4)
+    with torch.no_grad():
+        layer.weight.fill_(torch.nan)
+    model: Any = lambda input_ids: SimpleNamespace(logits=layer(torch.ones(1, 3, 2)))  # noqa: E731
+    inputs = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "labels": torch.zeros(1, 3, dtype=torch.long)}
+    found = gauss_newton_bartlett(model, inputs, list(layer.parameters()))
+    assert not any(torch.isfinite(one).any() for one in found)
 
 
 def test_the_curvature_is_that_of_a_softmax() -> None:

@@ -1,12 +1,15 @@
 """Which samples make which global batch, and what a skip leaves out: pure, whatever the number of ranks."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from worker.beginning import newly_left_out
 from worker.contract.directive import SkippedBatches
+from worker.contract.loss_history import LeftOutBatch
 from worker.order import EpochOrder, order_from
 
 
@@ -88,3 +91,18 @@ def test_every_batch_that_is_ahead_and_not_left_out_is_trained_on_in_its_order(
     kept = [batch for batch in range(position, num_batches) if batch not in gone]
     assert ahead[: len(kept)] == kept
     assert not {batch % num_batches for batch in ahead} & gone
+
+
+def test_what_is_left_out_is_named_once_and_by_samples_where_no_file_is_known() -> None:
+    """Ten samples in batches of two: batches 1 and 3 to 5 are asked for; 1 lies behind, and there is no 5."""
+    skipped = (SkippedBatches(epoch=0, first=1, count=1), SkippedBatches(epoch=0, first=3, count=3))
+    order = order_of(10, 2, shuffle=False, skipped=skipped, begin=(2, 2))
+    known: Any = SimpleNamespace(manifest=SimpleNamespace(skip_batches=skipped[:1]))
+    context = SimpleNamespace(chosen=known, locate=None)
+    attached: Any = SimpleNamespace(order=order, context=context)
+    named = [LeftOutBatch(epoch=0, batch=3, samples=(6, 7)), LeftOutBatch(epoch=0, batch=4, samples=(8, 9))]
+    assert newly_left_out(attached) == tuple(named)
+    known.manifest.skip_batches = (SkippedBatches(epoch=0, first=3, count=1),)
+    assert newly_left_out(attached) == tuple(named[1:])
+    known.manifest.skip_batches = skipped
+    assert newly_left_out(attached) == ()
