@@ -5,7 +5,7 @@ global batch sees the same samples in the same order, and a global batch can be 
 """
 
 import random
-from collections.abc import Container, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Set, Sized
 from functools import lru_cache
 from itertools import count, islice
 
@@ -20,15 +20,13 @@ def batches_an_epoch(num_samples: int, global_batch: int) -> int:
     return -(-num_samples // global_batch)
 
 
-def order_from(num_batches: int, gone: Container[int], position: int = 0, behind: int = 0) -> Sequence[int]:
+def order_from(num_batches: int, gone: Set[int], position: int = 0, behind: int = 0) -> Sequence[int]:
     """An epoch's global batches from ``position`` on, when the first ``behind`` of its own order are behind.
 
     Those in ``gone`` are left out where they are still ahead; all others keep their order, and the tail is filled from
     the head: a number of ``num_batches`` or more is a batch of this second lap. What was trained on before ``position``
-    is not known here and stands as it would have been without a skip. An epoch that were to be left out whole stays.
+    is not known here and stands as it would have been without a skip.
     """
-    if all(batch in gone for batch in range(num_batches)):
-        gone = ()
     laps = (batch for batch in count(behind) if batch % num_batches not in gone)
     return [*range(position), *islice(laps, num_batches - position)]
 
@@ -59,10 +57,14 @@ class EpochOrder(Sampler[int]):
         self._begin = begin
         self._laps = lru_cache(maxsize=2)(self._laps_of)
 
+    def _gone(self, epoch: int) -> Set[int]:
+        """The batches of ``epoch`` that are skipped; none where nothing would be left of it."""
+        ranges = [(one.first, one.first + one.count) for one in self._skipped if one.epoch == epoch]
+        gone = {batch for first, end in ranges for batch in range(max(0, first), min(end, self.num_batches))}
+        return gone if len(gone) < self.num_batches else frozenset()
+
     def _laps_of(self, epoch: int) -> Sequence[int]:
-        gone = {
-            batch for one in self._skipped if one.epoch == epoch for batch in range(one.first, one.first + one.count)
-        }
+        gone = self._gone(epoch)
         step, behind = self._begin
         begin_epoch, position = divmod(step, self.num_batches)
         if epoch != begin_epoch or position == 0:
@@ -101,10 +103,9 @@ class EpochOrder(Sampler[int]):
     def left_out(self) -> list[tuple[int, int]]:
         """(epoch, batch) of everything that is skipped and lies ahead of where training begins."""
         step, behind = self._begin
-        begin_epoch = step // self.num_batches
-        skipped = {(one.epoch, batch) for one in self._skipped for batch in range(one.first, one.first + one.count)}
-        ahead = [(epoch, batch) for epoch, batch in sorted(skipped) if (epoch, batch) >= (begin_epoch, behind)]
-        return [(epoch, batch) for epoch, batch in ahead if batch < self.num_batches]
+        here = step // self.num_batches, behind
+        skipped = [(epoch, batch) for epoch in {one.epoch for one in self._skipped} for batch in self._gone(epoch)]
+        return sorted(place for place in skipped if place >= here)
 
     def _samples(self, epoch: int) -> list[int]:
         if not self._shuffle:

@@ -47,7 +47,6 @@ def test_every_epoch_has_another_order_and_the_same_one_in_every_process() -> No
         ({1, 2, 6}, 4, 6, [0, 1, 2, 3, 7, 8, 11, 12]),  # two batches were left out before position 4
         (set(), 4, 6, [0, 1, 2, 3, 6, 7, 8, 9]),  # the skip was taken back, what is behind stays behind
         ({2}, 7, 9, [0, 1, 2, 3, 4, 5, 6, 9]),  # on the second lap already
-        (set(range(8)), 0, 0, list(range(8))),
     ],
 )
 def test_a_skip_leaves_out_what_is_ahead_and_moves_no_other(
@@ -63,6 +62,14 @@ def test_a_skip_is_of_one_epoch_and_of_whole_batches() -> None:
     assert [order.batch_of(step) for step in range(9, 17)] == [(1, batch) for batch in (0, 1, 2, 5, 6, 7, 0, 1)]
     assert order.samples_of(8 + 4) == plain.samples_of(8 + 6)
     assert [order.batches_behind(step) for step in (7, 8, 9, 11, 12, 14, 15, 16)] == [7, 0, 1, 3, 6, 8, 9, 0]
+
+
+def test_an_epoch_of_which_nothing_would_be_left_stays() -> None:
+    order = order_of(
+        8, 1, skipped=[SkippedBatches(epoch=0, first=0, count=5), SkippedBatches(epoch=0, first=4, count=9)]
+    )
+    assert [order.batch_of(step) for step in range(1, 9)] == [(0, batch) for batch in range(8)]
+    assert order.left_out() == []
 
 
 skips = st.lists(
