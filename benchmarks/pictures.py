@@ -90,7 +90,9 @@ def picture_of_text(browser: Browser, text: str, path: Path) -> None:
     style = (
         "display:inline-block;margin:0;padding:12px;background:#16181b;color:#e9e9e6;font:14px/1.2 'DejaVu Sans Mono'"
     )
-    page.set_content(f'<body style="margin:0"><pre style="{style}">{html.escape(text.rstrip())}</pre>')
+    cell = "<span style='display:inline-block;width:1ch;overflow:hidden'>{}</span>"  # another font's dots may be wider
+    drawn = "".join(cell.format(c) if "\u2800" <= c <= "\u28ff" else html.escape(c) for c in text.rstrip())
+    page.set_content(f'<body style="margin:0"><pre style="{style}">{drawn}</pre>')
     page.locator("pre").screenshot(path=path)
 
 

@@ -268,7 +268,7 @@ def _waits_because(job: JobStatus, seen: Observation) -> str:
 
 
 def _moment(time: float) -> str:
-    return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M %Z")
 
 
 def _absence(run: RunState, seen: Observation) -> Iterator[Event]:

@@ -1,9 +1,10 @@
 """One run in the hands of this process, from the lease to the last event."""
 
+import contextlib
 import getpass
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
@@ -12,7 +13,7 @@ from supervisor.audience import Audience
 from supervisor.decision import Decision, Wait
 from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
-from supervisor.lease import Lease, take_lease
+from supervisor.lease import Lease, LostError, take_lease
 from supervisor.notify import Notifier
 from supervisor.report.screen import Screen
 from supervisor.report.tensorboard import TensorBoard
@@ -36,7 +37,7 @@ def supervise(run_dir: RunDir, out: TextIO, *, is_asked: bool = False, job_id: s
     if read_state(run_dir).is_over and not is_asked:
         return read_state(run_dir)
     watched, looks, lease = _begin(run_dir, out, job_id)
-    try:
+    with _in_hand(watched, lease):
         run = watched.run
         run.introduce()
         if is_asked and run.state.is_over:
@@ -44,9 +45,6 @@ def supervise(run_dir: RunDir, out: TextIO, *, is_asked: bool = False, job_id: s
             run_dir.stop_file.unlink(missing_ok=True)
         watch([watched], time.sleep, looks, seconds_between_passes(run_dir))
         return run.state
-    finally:
-        watched.ears.close(watched.run.state)
-        lease.give_up()
 
 
 def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
@@ -54,33 +52,42 @@ def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
     if read_state(run_dir).is_over:
         return read_state(run_dir)
     watched, looks, lease = _begin(run_dir, out, None)
-    try:
+    with _in_hand(watched, lease):
         looks.look([watched.run])
         while not isinstance(one_pass(watched, looks, [watched]), Wait) and not watched.run.state.is_over:
             looks.look([watched.run])
         return watched.run.state
-    finally:
-        watched.ears.close(watched.run.state)
-        lease.give_up()
 
 
 def carry_out_request(run_dir: RunDir, out: TextIO) -> None:
     """Take the run's lease and supervise it until what a person asked for is carried out; also where it was over."""
     watched, looks, lease = _begin(run_dir, out, None)
-    try:
+    with _in_hand(watched, lease):
         decision: Decision | None = None
         while _is_asked(watched) or not (isinstance(decision, Wait) or watched.run.state.is_over):
             if decision is not None:
                 time.sleep(seconds_between_passes(run_dir))
             looks.look([watched.run])
             decision = one_pass(watched, looks, [watched])
-    finally:
-        watched.ears.close(watched.run.state)
-        lease.give_up()
 
 
 def _is_asked(watched: Watched) -> bool:
     return watched.run.run_dir.request.exists() or watched.run.state.rollback_asked is not None
+
+
+@contextlib.contextmanager
+def _in_hand(watched: Watched, lease: Lease) -> Iterator[None]:
+    """Leave the run in order, however this ends; what comes after a lost lease is its new holder's to write."""
+    is_ours = True
+    try:
+        yield
+    except LostError:
+        is_ours = False
+        raise
+    finally:
+        if is_ours:
+            watched.ears.close(watched.run.state)
+        lease.give_up()
 
 
 def reopen(run_dir: RunDir) -> RunState:
@@ -103,7 +110,7 @@ def _begin(run_dir: RunDir, out: TextIO, job_id: str | None) -> tuple[Watched, J
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
     mend_journal(run_dir.journal)
     _clear_leftovers(run_dir)
-    listeners = TensorBoard(run_dir), ReportAtTheEnd(run_dir), Notifier(run_dir, config)
+    listeners = TensorBoard(run_dir, lease.check), ReportAtTheEnd(run_dir), Notifier(run_dir, config)
     audience = Audience(Screen(out, config.run.name, config.training.max_steps), listeners)
     started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
     state = read_state(run_dir)

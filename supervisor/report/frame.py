@@ -11,7 +11,7 @@ from supervisor.report.texts import is_told, text_of, word_of
 from supervisor.run_state import OVER
 from worker.contract.loss_history import Record
 
-_HINT: Final = "V verdict  R rolled back  P preempted or moved  ....  q quits, the run goes on"
+_HINT: Final = "V verdict  R back to  P preempted or moved  dotted: abandoned  q quits the view"
 
 
 def frame(
@@ -85,8 +85,8 @@ def _figures(row: dict[str, Any], kept: Sequence[Record]) -> str:
     if last.tokens_per_s is not None:
         parts.append(f"{last.tokens_per_s:,.0f} tokens/s")
     if last.step_s is not None:
-        parts.append(f"{last.step_s:.3g} s a step")
-    return "   ".join(parts)
+        parts.append(f"{last.step_s:.3g} s/step")
+    return "  ".join(parts)
 
 
 def _where(row: dict[str, Any], now: float) -> list[str]:

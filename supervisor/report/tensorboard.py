@@ -10,7 +10,7 @@ What was written is counted in the files themselves, so a supervisor that takes 
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -45,8 +45,10 @@ _SCALARS: Final = {
 class TensorBoard:
     """Appends what is new since the last time; a failure leaves nothing that the next time does not mend."""
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, check: Callable[[], None] = lambda: None) -> None:
+        """``check`` raises where the run is another supervisor's by now: a file has one writer."""
         self._run_dir = run_dir
+        self._check = check
         self._written_at = float("-inf")
         self._begin_anew()
 
@@ -71,6 +73,7 @@ class TensorBoard:
     def write(self) -> None:
         """Bring the files up to date; OSError or UnusableFileError where that cannot be."""
         self._written_at = time.monotonic()
+        self._check()
         try:
             records = self._reader.new_records()
             if records:

@@ -124,6 +124,10 @@ def text_of(event: Event) -> str:
             return f"from step {event.from_step} back to {_start(event)}, at {event.lr_scale:g} of the configured rate"
         case Continued():
             return f"attempt {event.attempt} from {_start(event)} ({event.cause}, {_where(event.where)})"
+        case JobSeen() if event.reason:
+            is_expected = event.state == "PENDING" and event.starts_at is not None
+            expected = f"; Slurm expects it to start at {local_time(event.starts_at or 0.0)}" if is_expected else ""
+            return f"{event.reason}{expected}"
         case JobSeen():
             nodes = f" on {', '.join(event.nodes)}" if event.nodes else ""
             why = f" ({event.why})" if event.why and event.why != "None" else ""

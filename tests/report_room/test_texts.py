@@ -54,6 +54,10 @@ def test_no_file_can_paint_the_terminal_or_forge_a_line() -> None:
     event = JobSeen(job_id="1", state="PENDING", why=evil, nodes=(evil,))
     for line in event_lines(event):
         assert line.isprintable()
+    words = event.model_copy(update={"reason": "job 1 waits: other jobs come first", "starts_at": BEGIN})
+    assert "waits: other jobs come first; Slurm expects it to start at 2023-11-14 23:13:20 CET" in " ".join(
+        " ".join(event_lines(words)).split()
+    )
     row = standing_row(reason=evil, name=evil)
     assert all(line.isprintable() for line in [*list_lines([row], BEGIN), *detail_lines(row, BEGIN)])
 
@@ -146,6 +150,13 @@ def test_status_tells_each_run_on_one_line() -> None:
             name="a-rather-long-name", state="queued", job=WAITING, step=None, loss=None, eta=None, lr_scale=1.0
         ),
         standing_row(name="b", state="recovering", job=unknown, eta=None),
+        standing_row(
+            name="b2",
+            state="queued",
+            job=WAITING | {"id": "10"},
+            eta=None,
+            reason="job 10 waits: other jobs come first (Priority)",
+        ),
         standing_row(name="c", state="starting", eta=None, supervisor=None),
         standing_row(name="d", state="finished", step=20000, reason="all 20000 steps are done", **over),
         standing_row(name="e", state="gave_up", reason="3 rollbacks brought no new healthy checkpoint", **over),

@@ -23,6 +23,9 @@ from supervisor.journal import (
     SupervisorStarted,
     VerdictSeen,
 )
+from supervisor.report import tfevents
+from supervisor.report.accounting import KINDS
+from supervisor.views import accounting_of
 from tests.whole_room.house import KILL, House, environment, furnish, send, steps
 from worker.contract.loss_history import surviving
 
@@ -116,6 +119,21 @@ def test_there_was_one_worker_and_no_event_is_lost_or_doubled(eventful: Eventful
     assert [event.term for event in house.those(SupervisorStarted)] == [1, 2, 3, 4]
     assert {event.where for event in house.those(RolledBack)} == {"same_allocation"}
     assert house.those(RolledBack)[0].lr_scale == 0.25
+
+
+def test_the_page_and_the_curves_are_there_and_the_time_adds_up(eventful: Eventful) -> None:
+    """Each supervisor took up the curves where the one before it was killed."""
+    house = eventful.house
+    page = house.run.report.read_text(encoding="utf-8")
+    assert page.count("ROLLED BACK") == len(house.those(RolledBack))
+    written = [path.name for path in house.run.tensorboard.iterdir()]
+    assert sum(name.startswith("segment-") for name in written) == len(house.those(SegmentStarted))
+    assert sum(name.startswith("rollback-") for name in written) == len(house.those(RolledBack))
+    [events] = (house.run.tensorboard / "survived").iterdir()
+    told = [tfevents.kind_of(event) for _, event in tfevents.whole_events(events.read_bytes())]
+    assert told.count("summary") == len(house.records)
+    found = accounting_of(house.run, house.events)
+    assert sum(map(found.seconds, KINDS)) == pytest.approx(house.events[-1].time - house.events[0].time)
 
 
 def test_a_second_supervisor_is_told_who_holds_the_run(eventful: Eventful) -> None:
