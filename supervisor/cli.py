@@ -1,6 +1,7 @@
 """The command line: one function a verb; the only place that prints or chooses an exit code."""
 
 import argparse
+import contextlib
 import errno
 import getpass
 import importlib.metadata
@@ -9,9 +10,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
+
+from pydantic import ValidationError
 
 from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, SchedulerError, choose
@@ -27,7 +30,9 @@ from supervisor.runs import RunError, all_runs, find_run, open_or_create, standi
 from supervisor.supervise import read_state, reopen, supervise, supervise_once
 from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal, write_report
 from worker.contract.config import Config
+from worker.contract.config import read as read_config
 from worker.contract.files import UnusableFileError, publish, publish_message
+from worker.contract.inference import Piece, Question, Weights
 from worker.contract.run_dir import RunDir
 
 OK: Final = 0
@@ -282,6 +287,37 @@ def detect(args: argparse.Namespace) -> int:
     return WRONG_INPUT if unusable else OK
 
 
+def infer(args: argparse.Namespace) -> int:
+    """Generate text from the run's weights."""
+    from supervisor.infer import answer_here, answer_of_job, inference_request
+
+    run_dir = find_run(args.run, args.dir)
+    given = {name: getattr(args, name) for name in Question.model_fields if getattr(args, name) is not None}
+    try:
+        question = Question.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RunError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+    if args.here:
+        return _print_answer(answer_here(run_dir, question, dict(os.environ)))
+    config = read_config(run_dir.config)
+    job = inference_request(config, run_dir, read_state(run_dir).run_id, question)
+    return _print_answer(answer_of_job(job, choose(config.cluster.kind, run_dir.jobs)))
+
+
+def _print_answer(pieces: Iterator[Piece]) -> int:
+    """The text on stdout as it comes, everything else on stderr."""
+    with contextlib.closing(pieces):  # type: ignore[type-var]
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+            if piece.note is not None:
+                print(piece.note, file=sys.stderr, flush=True)
+            if piece.error is not None:
+                raise RunError(piece.error)
+    print()
+    return OK
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Whether this machine and cluster are fit to run it."""
     from supervisor.doctor import examine
@@ -332,7 +368,7 @@ def _parser() -> argparse.ArgumentParser:
         if verb is check:
             of_config.add_argument("--json", action="store_true")
     _add_detect(verbs)
-    for verb in (status, watch, log, report, stop, resume, rollback, pin, doctor):
+    for verb in (status, watch, log, report, stop, resume, rollback, pin, infer, doctor):
         of_run = _add(verbs, verb)
         if verb is not doctor:
             optional = "?" if verb is status else None
@@ -357,6 +393,8 @@ def _parser() -> argparse.ArgumentParser:
             of_run.add_argument("--notify", type=Path, metavar="CONFIG", help="send a test to what its `notify` names")
         if verb is report:
             of_run.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the run")
+        if verb is infer:
+            _add_sampling(of_run)
         if verb is log:
             of_run.add_argument("--since", metavar="TIME", help="2h, 30min, 1d, 17:40, or 2026-11-29 17:40")
             of_run.add_argument("--follow", action="store_true", help="go on as events come, until the run is over")
@@ -374,6 +412,18 @@ def _add_detect(verbs: Any) -> None:
 def _names_of_runs(parsed_args: argparse.Namespace, **of_argcomplete: Any) -> list[str]:
     """What the shell completes a RUN with."""
     return [run_dir.path.name for run_dir in all_runs(parsed_args.dir)]
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--weights", choices=get_args(Weights), help="default: ema where it evaluates no worse")
+    parser.add_argument("--chat", dest="is_chat", action="store_true", help="the prompt is a user's message")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens (default: 256)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token (default: 0.8)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest, with this share together")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from so many of the likeliest")
+    parser.add_argument("--seed", type=int, metavar="N", help="draw the same again")
+    parser.add_argument("--here", action="store_true", help="on this machine, not as a job")
 
 
 def _add(verbs: Any, verb: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

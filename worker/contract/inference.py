@@ -1,0 +1,37 @@
+"""What is asked of a run's weights, and what comes back: a line of JSON for each piece of text."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from worker.contract.files import Message
+
+Weights = Literal["raw", "ema", "best"]
+
+
+class Question(Message):
+    """What is to be generated, from which weights, and how it is drawn."""
+
+    prompt: str
+    weights: Weights | None = None
+    """None: the average where its evaluation is no worse than that of the weights, else these."""
+    is_chat: bool = False
+    """The prompt is a user's message, to be written by the tokenizer's chat template."""
+    max_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=0.8, ge=0)
+    """0: always the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that have this share together."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw from this many of the likeliest tokens; 0: from all."""
+    seed: int | None = None
+
+
+class Piece(Message):
+    """One thing that comes back; a piece that ends it has ``error`` or ``is_last``."""
+
+    text: str = ""
+    note: str | None = None
+    """For a person, beside the text: which weights these are."""
+    error: str | None = None
+    is_last: bool = False
