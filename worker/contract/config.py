@@ -163,7 +163,7 @@ class TrainingConfig(Section):
     activation_checkpointing: bool | Positive = False
     """Recompute activations in the backward pass instead of keeping them; a number n: of every n-th layer."""
     eval_every: Positive | None = None
-    """Optimizer steps between evaluations; needs ``data.eval``."""
+    """Optimizer steps between evaluations; needs ``data.eval`` or ``data.eval_share``."""
     log_every: Positive = 50
     """Optimizer steps between lines in logs/train.log."""
     report_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
