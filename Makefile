@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exact lint slurm views pictures clean
+.PHONY: help demo test exact bench-long lint slurm views pictures clean
 
 help:
 	@echo "make demo   a real training run that spikes, rolls back and finishes, on this machine"
 	@echo "make test   all tests, the ones on a real Slurm too"
 	@echo "make exact  every combination of what must survive an interruption to the bit (SEED=n draws other moments)"
+	@echo "make bench-long  trains fifty tiny runs and scores the detector and the rules of other tools on them"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 
 # `pip install torch` alone would bring several GB of CUDA; the constraints file pins what is tested.
@@ -40,6 +41,11 @@ exact: .venv/ready
 # The README's pictures, from a real run.
 pictures: .venv/ready views
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.pictures
+
+# Half an hour: trains the runs of docs/detector.md anew, with other seeds where SHIFT=n says so, and scores all rules.
+bench-long: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.curves runs/curves.jsonl.gz --shift $(or $(SHIFT),0)
+	$(BIN)/python -m benchmarks.detectors --recorded runs/curves.jsonl.gz
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .
