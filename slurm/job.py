@@ -136,6 +136,8 @@ class Node:
     """Slurm's word, without the marks behind it: idle, allocated, draining, down, ..."""
     why: str = ""
     """The administrator's or Slurm's reason; empty when there is none."""
+    is_silent: bool = False
+    """It does not answer (the mark `*`): down soon, if not already, or back in a moment."""
 
     @property
     def is_down(self) -> bool:

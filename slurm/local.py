@@ -49,6 +49,10 @@ class LocalScheduler:
         found = ((folder, local_record.read(folder, job_id)) for job_id in job_ids for folder in self._folders)
         return {record.job_id: self._status(folder, record) for folder, record in found if record}
 
+    def message_timeout_s(self) -> float:
+        """None at all: a submission here is known at once."""
+        return 0.0
+
     def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
         """None: whoever asks runs on the only one."""
         return {}

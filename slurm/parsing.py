@@ -259,6 +259,12 @@ def sacct(answer: str, cluster: str | None = None) -> dict[str, JobStatus]:
     return found
 
 
+def message_timeout_s(answer: str) -> float:
+    """MessageTimeout in `scontrol show config`; Slurm's default of 10 s where it is not named."""
+    found = re.search(r"^MessageTimeout\s*=\s*(\d+)", answer, re.MULTILINE)
+    return float(found[1]) if found else 10.0
+
+
 NODE_FORMAT = "%N|%T|%E"
 _NODE_MARKS = "*~#!%$@^-+"
 
@@ -271,7 +277,8 @@ def node_states(answer: str) -> dict[str, Node]:
         word, _, why = rest.partition("|")
         if separator:
             why = "" if why.strip().lower() == "none" else why.strip()
-            found[name.strip()] = Node(name.strip(), word.strip().rstrip(_NODE_MARKS), why)
+            state = word.strip().rstrip(_NODE_MARKS)
+            found[name.strip()] = Node(name.strip(), state, why, is_silent="*" in word)
     return found
 
 

@@ -31,6 +31,10 @@ class Scheduler(Protocol):
         """One query for all of them; an id that is absent from the answer is not known any more."""
         ...
 
+    def message_timeout_s(self) -> float:
+        """How long the scheduler may take over one request; an unanswered submission may show up for twice as long."""
+        ...
+
     def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
         """How these nodes are, by name; one that is absent from the answer is not known."""
         ...
@@ -104,6 +108,10 @@ class SlurmScheduler:
         queued = {job.job_id: job for job in self._queue()} if job_ids else {}
         looks = {job_id: queued.get(job_id) or self._detail(job_id) for job_id in job_ids}
         return {job_id: status for job_id, status in looks.items() if status}
+
+    def message_timeout_s(self) -> float:
+        """Slurm's MessageTimeout."""
+        return parsing.message_timeout_s(commands.query(["scontrol", *self._where(), "show", "config"]))
 
     def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
         """From one sinfo for all of them."""

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from slurm.job import JobRequest, JobState, RequestError
 from slurm.scheduler import Scheduler, SchedulerError
@@ -58,6 +59,9 @@ from worker.contract.directive import Directive, publish_directive, read_directi
 from worker.contract.files import UnusableFileError, sync_folder
 from worker.contract.run_dir import RunDir, checkpoint_step
 
+_LOOKS_APART_S: Final = 1.0
+"""Between two looks for a job that a submission without an answer may have made."""
+
 
 @dataclass
 class SupervisedRun:
@@ -72,10 +76,16 @@ class SupervisedRun:
     state: RunState
     introduction: SupervisorStarted | None = None
     """Written ahead of the first other event, so that a pass in which nothing happens leaves no line."""
+    looked_in_vain_at: float | None = None
+    """When this process last looked for a job that a submission without an answer may have made."""
     journal: Journal = field(init=False)
+    inherited: SubmitIntended | None = field(init=False)
+    """The submission that a predecessor died over: nobody knows whether it was made."""
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.run_dir.journal, self.clock, self.lease.check)
+        intent = self.state.open_intent
+        self.inherited = intent if isinstance(intent, SubmitIntended) else None
 
     def introduce(self) -> None:
         """Write down who supervises, once."""
@@ -168,6 +178,7 @@ def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
         accept_level=plan.accept_level,
         resume_from=plan.resume_from,
         on_requeue="wait" if waits_after_requeue(run.config.recovery) else "continue",
+        new_job=plan.where == "new_job",
         lr_scale=plan.lr_scale,
         lr_ramp=plan.lr_ramp,
         skip_batches=plan.skip_batches,
@@ -215,11 +226,15 @@ def _prune_quarantine(run_dir: RunDir, keep: int, pinned: Collection[int]) -> No
 
 def _submit(run: SupervisedRun) -> None:
     """Adopt the run's live job, or submit one; a refusal is an event, silence leaves the intent open."""
-    name = run.state.job_name
+    name, asked_at = run.state.job_name, _asked_without_answer(run)
+    if asked_at is not None and _looked_just_now(run):
+        return
     ended = run.state.ended_or_cancelled | run.state.cancelled_by_us
     known = [job for job in run.scheduler.find(name) if job.job_id not in ended and not job.state.is_over]
     if known:
         run.record(Submitted(name=name, job_id=known[0].job_id, adopted=True, reason="found by its name"))
+        return
+    if asked_at is not None and not _is_surely_absent(run, asked_at):
         return
     try:
         request, without = fitting(run.scheduler, partial(_request, run), list(run.state.excluded(run.clock())))
@@ -233,6 +248,26 @@ def _submit(run: SupervisedRun) -> None:
     left_out = f", without {', '.join(without)}" if without else ""
     reason = f"job {job_id} is submitted for attempt {run.state.attempt}{left_out}"
     run.record(Submitted(name=name, job_id=job_id, reason=reason))
+
+
+def _asked_without_answer(run: SupervisedRun) -> float | None:
+    """When a submission was asked for that may have made a job, as far as anybody knows; None = there was none."""
+    inherited = run.inherited is not None and run.state.open_intent == run.inherited
+    return run.state.open_intent.time if inherited and run.state.open_intent else run.state.unanswered_since
+
+
+def _looked_just_now(run: SupervisedRun) -> bool:
+    return run.looked_in_vain_at is not None and run.clock() - run.looked_in_vain_at < _LOOKS_APART_S
+
+
+def _is_surely_absent(run: SupervisedRun, asked_at: float) -> bool:
+    """Whether the job of a submission without an answer will not show up any more.
+
+    One empty look proves nothing on a loaded controller: it takes two, and twice its MessageTimeout.
+    """
+    before, run.looked_in_vain_at = run.looked_in_vain_at, run.clock()
+    was_looked_for = before is not None and before >= asked_at
+    return was_looked_for and run.clock() - asked_at >= 2 * run.scheduler.message_timeout_s()
 
 
 def _request(run: SupervisedRun, exclude: Collection[str]) -> JobRequest:

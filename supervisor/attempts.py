@@ -97,8 +97,13 @@ def job_is_over(run: RunState, seen: Observation, rules: Rules) -> bool:
 
 
 def lost_nodes(run: RunState, seen: Observation) -> list[str]:
-    """Nodes of the job's newest start that Slurm has given up, whether the job goes on without them or not."""
-    return sorted(name for name in run.memory.ran_on if name in seen.nodes and seen.nodes[name].is_down)
+    """Nodes of the job's newest start that Slurm has given up, whether the job goes on without them or not.
+
+    One that is silent counts once the job there is over or back in the queue: Slurm may show it as completing still.
+    """
+    has_ended = seen.job is not None and (seen.job.state in _QUEUED or seen.job.state in MAY_COME_BACK)
+    nodes = [seen.nodes[name] for name in run.memory.ran_on if name in seen.nodes]
+    return sorted(node.name for node in nodes if node.is_down or (has_ended and node.is_silent))
 
 
 def plan_attempt(

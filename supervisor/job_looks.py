@@ -68,7 +68,8 @@ class JobLooks:
 
 def _is_about_to_change(run: SupervisedRun) -> bool:
     state = run.state
-    return state.state != "training" or state.left is not None or state.verdict is not None
+    is_leaving = state.job is not None and state.job.state not in (JobState.RUNNING.value, JobState.SUSPENDED.value)
+    return state.state != "training" or state.left is not None or state.verdict is not None or is_leaving
 
 
 def _may_be_reserved_away(run: SupervisedRun, found: Mapping[str, JobStatus]) -> bool:

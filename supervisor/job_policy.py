@@ -7,6 +7,7 @@ from slurm.job import JobState
 from supervisor.attempts import Rules, continue_run, job_is_over, lost_nodes
 from supervisor.decision import Cancel, Decision, GiveUp, Submit, Wait
 from supervisor.job_request import warning_s
+from supervisor.journal import SubmitIntended
 from supervisor.observation import Observation
 from supervisor.queue_policy import follow_queue
 from supervisor.run_state import RunState
@@ -79,6 +80,8 @@ def _submit(run: RunState, seen: Observation, rules: Rules) -> Decision:
     wait = why_not_submitted(run, seen.now, rules.recovery)
     if wait is not None:
         return Wait(wait)
+    if isinstance(run.open_intent, SubmitIntended):
+        return Wait("a submission got no answer: its job may still show up")
     warning = warning_s(rules.cluster.time_limit, seen.save_s)
     return Submit(f"attempt {run.attempt} needs a job", None if seen.save_s is None else warning)
 

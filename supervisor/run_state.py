@@ -127,6 +127,8 @@ class RunState:
     failed_submissions: int = 0
     """Refused submissions in a row."""
     last_submit_failed_at: float = 0.0
+    unanswered_since: float | None = None
+    """When a submission got no answer, so that a job may show up; None once one is known, or was refused."""
     start_moved: tuple[str, int] | None = None
     """Job and restart count whose start was last asked to be now."""
     preempted: tuple[str, int] | None = None
@@ -184,7 +186,8 @@ def apply(run: RunState, event: Event) -> RunState:
     after = replace(_count_busy(_apply(run, event), event), memory=remember(run.memory, event))
     if after.state != run.state:
         after = replace(after, since=event.time)
-    return replace(after, reason=event.reason) if event.reason else after
+    # A healthy checkpoint every few minutes would soon hide what else there is to know.
+    return replace(after, reason=event.reason) if event.reason and not isinstance(event, ProgressMade) else after
 
 
 def _count_busy(run: RunState, event: Event) -> RunState:
@@ -344,6 +347,7 @@ def _apply_job(
                 submitted_times=times[-100:],
                 failed_submissions=0,
                 last_submit_failed_at=0.0,
+                unanswered_since=None,
                 open_intent=None,
             )
         case SubmitFailed():
@@ -351,6 +355,7 @@ def _apply_job(
                 run,
                 failed_submissions=run.failed_submissions + event.answered,
                 last_submit_failed_at=event.time,
+                unanswered_since=None if event.answered else event.time,
                 open_intent=None,
             )
         case CancelIntended():

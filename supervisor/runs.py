@@ -14,7 +14,7 @@ from typing import Any
 
 from supervisor.budget import gpu_hours
 from supervisor.job_policy import why_not_submitted
-from supervisor.journal import Event, JobSeen, RunCreated, SegmentStarted, read_journal
+from supervisor.journal import Event, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
 from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
@@ -162,7 +162,7 @@ def standing(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
         "lr_scale": state.plan.lr_scale if state.plan else 1.0,
         "rollbacks": state.rollbacks,
         "attempt": state.attempt,
-        "job": _job(state.job),
+        "job": _job(state),
         "supervisor": _holder(run_dir),
         "since": state.since,
         "eta": _eta(state, _max_steps(config, events), recent),
@@ -188,11 +188,13 @@ def _max_steps(config: Config, events: list[Event]) -> int | None:
     return starts[-1] if starts else config.training.max_steps
 
 
-def _job(job: JobSeen | None) -> dict[str, Any] | None:
+def _job(state: RunState) -> dict[str, Any] | None:
+    job = state.job
     if job is None:
         return None
-    told = {"id": job.job_id, "state": job.state, "why": job.why, "nodes": list(job.nodes)}
-    return told | {"starts_at": job.starts_at, "ends_at": job.ends_at}
+    told = {"id": job.job_id, "state": job.state, "why": job.why, "because": job.reason, "nodes": list(job.nodes)}
+    draining = sorted(state.memory.draining & set(job.nodes))
+    return told | {"draining": draining, "starts_at": job.starts_at, "ends_at": job.ends_at}
 
 
 def _holder(run_dir: RunDir) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ def slurm_cluster() -> Iterator[Cluster]:
 
     With accounting where its packages are; a test that cannot do without asks for `accounting`.
     """
-    _need(missing_packages())
+    need(missing_packages())
     with running(nodes=3, accounting=not missing_packages(accounting=True)) as cluster:
         yield cluster
 
@@ -25,11 +25,12 @@ def slurm_cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def accounting(slurm_cluster: Cluster) -> Cluster:
     """The cluster, which has slurmdbd; skips where its packages are missing."""
-    _need(missing_packages(accounting=True))
+    need(missing_packages(accounting=True))
     return slurm_cluster
 
 
-def _need(missing: list[str]) -> None:
+def need(missing: list[str]) -> None:
+    """Skip where Debian packages are missing, fail where they must not be."""
     if not missing:
         return
     message = f"needs the Debian packages {' '.join(missing)}"

@@ -23,6 +23,7 @@ class FakeScheduler:
         self.requests: dict[str, JobRequest] = {}
         self.calls: list[tuple[str, str]] = []
         self.node_names = ("n1",)
+        self.message_timeout = 0.0
         self.node_states: dict[str, Node] = {}
         self.known_reservations: list[Reservation] = []
         self.cancellers: dict[str, str] = {}
@@ -63,6 +64,10 @@ class FakeScheduler:
     def look(self, job_ids: Collection[str]) -> Mapping[str, JobStatus]:
         self._finish(self._begin("look", ",".join(job_ids)))
         return {job_id: self.jobs[job_id] for job_id in job_ids if job_id in self.jobs}
+
+    def message_timeout_s(self) -> float:
+        self._finish(self._begin("message_timeout_s", ""))
+        return self.message_timeout
 
     def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
         self._finish(self._begin("nodes", ",".join(sorted(names))))

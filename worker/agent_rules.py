@@ -142,12 +142,23 @@ def start_rule(task: Task, seen: Seen, past: Past, asked: Asked, max_relaunches:
             return Fenced(f"job {claim.job_id}, restart {claim.restart}, holds the run")
     if seen.is_twin:
         return Fenced("another process of this very start holds the run")
+    if _is_for_another_job(seen):
+        return Fenced("the newest attempt is for another job than this one")
     leaving = _leaving(seen, past, asked)
     if leaving is not None:
         return leaving
     if seen.directive is None:
         return Wait("no directive yet")
     return _start(task, seen, seen.directive, past, max_relaunches)
+
+
+def _is_for_another_job(seen: Seen) -> bool:
+    """Whether the directive's attempt has a job of its own, and this start held an earlier one.
+
+    On a node that Slurm has given up an agent lives on, and would be the first to claim it.
+    """
+    directive, held = seen.directive, seen.held
+    return directive is not None and directive.new_job and held is not None and held < directive.attempt
 
 
 def _leaving(seen: Seen, past: Past, asked: Asked) -> Leave | Stay | None:

@@ -122,6 +122,9 @@ def _facts(row: Row, now: float) -> Iterator[tuple[str, str]]:
         if row["eta"] is not None:
             left = duration(row["eta"] - now)
             yield "done", f"about {local_moment(row['eta'], now)}, in {left}, if it goes on as it does now"
+    because = row["job"]["because"] if row["job"] and row["state"] not in OVER else ""
+    if because and because != row["reason"]:
+        yield "waits", because
     if row["reason"]:
         yield "last", row["reason"]
     checkpoints = row.get("checkpoints", [])
@@ -145,6 +148,8 @@ def _job(row: Row, now: float) -> str:
     text += f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
     text += f" on {' '.join(job['nodes'])}" if job["nodes"] else ""
     text += _expected(job, now)
+    if job.get("draining"):
+        text += f"; {', '.join(job['draining'])} drains: training goes on, the next job starts elsewhere"
     if job["state"] == "RUNNING" and job["ends_at"] is not None and job["ends_at"] > now:
         text += f"; its time limit comes {local_moment(job['ends_at'], now)}"
     return text

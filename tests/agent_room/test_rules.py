@@ -55,6 +55,23 @@ def over(outcome: Outcome, attempt: int = 3, **fields: Any) -> Past:
 
 
 STARTS = [
+    (
+        "an attempt with a job of its own is not for who held an earlier one",
+        TASK,
+        Seen(directive=directive(new_job=True), held=2, held_claim=claim()),
+        over(Outcome.VERDICT, 2),
+        Asked(),
+        Fenced,
+    ),
+    ("but for a fresh job", TASK, Seen(directive=directive(new_job=True)), Past(), Asked(), TakeClaim),
+    (
+        "which goes on with it",
+        TASK,
+        Seen(directive=directive(new_job=True), claim=claim(), held=3, held_claim=claim()),
+        Past(),
+        Asked(),
+        StartTrainer,
+    ),
     ("no directive yet", TASK, Seen(), Past(), Asked(), Wait),
     ("a free attempt is claimed by rank 0", TASK, seen(claim=None), Past(), Asked(), TakeClaim),
     ("the others wait for that", OTHER, seen(claim=None), Past(), Asked(), Wait),

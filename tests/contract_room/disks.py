@@ -10,11 +10,14 @@ import pytest
 
 
 @contextmanager
-def small_disk(at: Path) -> Iterator[Path]:
-    """A file system of 64 KiB at ``at``; skips where it cannot be mounted (no root, a container without the right)."""
+def small_disk(at: Path, size_kib: int = 64) -> Iterator[Path]:
+    """A file system of ``size_kib`` KiB at ``at``; skips where none can be mounted (no root, or a container)."""
     at.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(at)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(at)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here ({mounted.stderr.strip()})")

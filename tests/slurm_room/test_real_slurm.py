@@ -171,6 +171,29 @@ def test_a_pending_job_is_changed(submit: Submit, scheduler: SlurmScheduler, on_
     assert "ExcNodeList=(null) " in on_slurm.ask("scontrol", "show", "-o", "job", job_id)
 
 
+def test_nodes_and_what_an_administrator_says_of_them(scheduler: SlurmScheduler, on_slurm: Cluster) -> None:
+    on_slurm.ask("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=kernel: new | old")
+    try:
+        nodes = scheduler.nodes(["n1", "n2"])
+    finally:
+        on_slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
+    assert nodes.keys() == {"n1", "n2"}
+    assert (nodes["n2"].is_draining, nodes["n2"].is_down, nodes["n2"].why) == (True, False, "kernel: new | old")
+    assert not nodes["n1"].is_draining
+    assert scheduler.nodes([]) == {}
+    assert scheduler.message_timeout_s() == 10
+
+
+def test_a_pending_jobs_limit_is_seen_and_changed(
+    submit: Submit, scheduler: SlurmScheduler, on_slurm: Cluster, tmp_path: Path
+) -> None:
+    job_id = submit(request(tmp_path, sbatch={"hold": True}))
+    assert status(scheduler, job_id).limit_s == 300
+    scheduler.change(job_id, time_limit=parsing.duration_text(180))
+    assert status(scheduler, job_id).limit_s == 180
+    assert status(scheduler, job_id).preempted_at is None
+
+
 def test_reservations(scheduler: SlurmScheduler, on_slurm: Cluster) -> None:
     made = ["reservationname=maint", "starttime=now+3600", "duration=60", "nodes=n[1-2]", "user=root", "flags=maint"]
     on_slurm.ask("scontrol", "create", "reservation", *made)

@@ -312,3 +312,14 @@ def test_a_hold_is_told_from_a_failed_launch_and_a_maintenance_from_a_busy_clust
     assert not reasons.waits_for_maintenance(job("Resources"))
     assert reasons.explain(JobStatus("1", "hf", JobState.RUNNING, "None")) == ""
     assert reasons.explain(JobStatus("1", "hf", JobState.SUSPENDED, "")) != ""
+
+
+def test_the_message_timeout() -> None:
+    assert parsing.message_timeout_s("MaxTasksPerNode = 512\nMessageTimeout          = 100 sec\nMinJobAge = 1\n") == 100
+    assert parsing.message_timeout_s("") == 10
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(180, "00:03:00"), (86400, "1-00:00:00"), (95400, "1-02:30:00")])
+def test_a_duration_is_written_as_slurm_reads_it(seconds: float, text: str) -> None:
+    assert parsing.duration_text(seconds) == text
+    assert parsing.duration_s(text) == seconds

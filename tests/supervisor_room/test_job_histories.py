@@ -1,12 +1,14 @@
 """Histories of the job: preempted, over, forgotten, cancelled, refused, stopped; silent schedulers, a full disk."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from slurm.job import JobState
 from supervisor.decision import Wait
+from supervisor.job_looks import JobLooks
 from supervisor.journal import Continued, Stopped, Submitted, SupervisorStarted
 from supervisor.lease import read_holder
 from supervisor.requests import Request
@@ -197,6 +199,78 @@ def test_a_submission_whose_answer_got_lost_is_found_by_its_name(stage: Stage) -
     [submitted] = [event for event in stage.events if isinstance(event, Submitted)]
     assert submitted.adopted
     assert stage.submissions == 1
+
+
+def test_no_second_submission_before_two_looks_and_twice_the_message_timeout(stage: Stage) -> None:
+    """The first may be queued behind everything that a loaded controller has to do."""
+    stage.scheduler.message_timeout = 100.0
+    stage.scheduler.fail("submit")
+    stage.settle()
+    assert stage.names[-1] == "SubmitFailed"
+    stage.now += 100
+    for _ in range(20):
+        stage.look()
+    assert (stage.submissions, stage.names[-1], stage.names.count("SubmitIntended")) == (1, "SubmitIntended", 2)
+    stage.now += 100
+    looks = [method for method, _ in stage.scheduler.calls].count("find")
+    stage.look()
+    assert stage.submissions == 2
+    assert looks >= 2
+
+
+def test_a_job_that_shows_up_late_is_adopted_and_none_is_submitted_beside_it(stage: Stage) -> None:
+    stage.scheduler.message_timeout = 100.0
+    stage.scheduler.fail("submit", after=True)
+    stage.settle()
+    [late] = stage.scheduler.jobs.values()
+    stage.scheduler.forget(late.job_id)
+    stage.now += 70
+    stage.look()
+    stage.look()
+    stage.scheduler.jobs[late.job_id] = late
+    stage.look()
+    stage.settle()
+    [submitted] = [event for event in stage.events if isinstance(event, Submitted)]
+    assert (submitted.job_id, submitted.adopted, stage.submissions) == (late.job_id, True, 1)
+
+
+def test_a_successor_does_not_submit_at_once_what_its_predecessor_died_over(stage: Stage) -> None:
+    stage.scheduler.message_timeout = 10.0
+    stage.settle()
+    stage.start_job()
+    stage.scheduler.set_state(stage.job_id, JobState.FAILED)
+    stage.scheduler.fail("find", 1000)
+    stage.settle()
+    stage.start_supervisor()
+    stage.scheduler._failures.clear()
+    for _ in range(10):
+        stage.look()
+    assert (stage.submissions, stage.names.count("SubmitIntended")) == (1, 2)
+    stage.now += 10
+    stage.settle()
+    assert (stage.submissions, stage.names.count("SubmitIntended")) == (2, 2)
+
+
+def test_a_scheduler_that_does_not_answer_is_asked_less_and_less_often(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr("supervisor.job_looks.time.monotonic", lambda: clock)
+    looks = JobLooks(stage.scheduler, quiet_s=30.0, busy_s=2.0)
+    stage.settle()
+    stage.scheduler.fail("look", 1000)
+    times = []
+    for second in range(600):
+        clock, before = float(second), len(stage.scheduler.calls)
+        looks.look_if_due([stage.watched.run])
+        times += [second] if len(stage.scheduler.calls) > before else []
+    apart = [later - sooner for sooner, later in pairwise(times)]
+    assert apart == sorted(apart)
+    assert (apart[0], apart[-1]) == (2, 60)
+    stage.scheduler._failures.clear()
+    clock += 60
+    looks.look_if_due([stage.watched.run])
+    assert looks.error is None
 
 
 def test_submissions_that_are_refused_again_and_again_end_the_run(stage: Stage) -> None:

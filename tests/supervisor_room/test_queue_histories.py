@@ -9,6 +9,8 @@ import pytest
 from slurm.job import JobState, Node, Reservation
 from supervisor.journal import Continued, DrainSeen, JobChanged, JobSeen, NodeStruck, SubmitIntended
 from supervisor.queue_policy import fitting_limit_s
+from supervisor.report.standing_text import detail_lines
+from supervisor.runs import standing
 from tests.supervisor_room.stage import BEGIN, PREEMPTED, Stage
 from worker.contract.exit_report import Outcome
 
@@ -62,6 +64,16 @@ def test_the_batch_node_is_lost_and_the_requeued_job_starts_elsewhere(stage: Sta
     assert (stage.state, stage.directive.attempt, stage.submissions) == ("training", 1, 1)
 
 
+def test_a_node_that_only_does_not_answer_counts_once_its_job_is_back_in_the_queue(stage: Stage) -> None:
+    in_training(stage)
+    stage.scheduler.node_states["n1"] = Node("n1", "completing", is_silent=True)
+    stage.settle()
+    assert (stage.state, changes(stage)) == ("training", [])
+    requeue(stage)
+    stage.settle()
+    assert changes(stage) == [("exclude", "n1")]
+
+
 def test_the_only_node_that_fits_is_not_excluded(stage: Stage) -> None:
     in_training(stage)
     stage.scheduler.node_names = ("n1",)
@@ -81,6 +93,7 @@ def test_a_job_that_goes_on_without_a_node_is_ended_and_submitted_afresh(tmp_pat
     stage.scheduler.set_state(first, JobState.RUNNING, nodes=("n1",))  # Slurm takes it off the list
     stage.settle()
     assert ("cancel", first) in stage.scheduler.calls
+    assert stage.directive.new_job
     last = those(stage, Continued)[-1]
     assert (last.cause, last.resume_from, last.where) == ("node_failed", "checkpoint-20", "new_job")
     assert "n2 is down (Not responding)" in last.reason
@@ -115,6 +128,9 @@ def test_a_drain_is_told_once_and_training_goes_on(stage: Stage) -> None:
     assert (drain.nodes, drain.job_id) == (("n1",), stage.job_id)
     assert "kernel update" in drain.reason
     assert (stage.state, stage.submissions) == ("training", 1)
+    row = standing(stage.run_dir, in_detail=True)
+    assert row["job"]["draining"] == ["n1"]
+    assert "n1 drains" in "\n".join(detail_lines(row, stage.now))
     stage.scheduler.set_state(stage.job_id, JobState.FAILED)
     stage.settle()
     assert those(stage, Continued)[-1].cause == "drained"
@@ -183,6 +199,8 @@ def test_why_a_job_waits_is_said_in_words_at_the_first_look(stage: Stage) -> Non
     stage.look()
     seen = those(stage, JobSeen)[-1]
     assert "the QOS lets one person run no more jobs at once (QOSMaxJobsPerUserLimit)" in seen.reason
+    row = standing(stage.run_dir, in_detail=True)
+    assert seen.reason in "\n".join(detail_lines(row, stage.now))
 
 
 # -- maintenance

@@ -64,6 +64,7 @@ class House:
     folder: Path
     environment: dict[str, str]
     name: str = "tiny"
+    command: tuple[str, ...] = (HIGGSFIELD,)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
@@ -73,7 +74,7 @@ class House:
     def higgsfield(self, *argv: str, **changes: str) -> subprocess.CompletedProcess[str]:
         """The command, to its end."""
         return subprocess.run(
-            [HIGGSFIELD, *argv],
+            [*self.command, *argv],
             cwd=self.folder,
             env=self.environment | changes,
             capture_output=True,
@@ -86,7 +87,7 @@ class House:
         """The command, going on in a process group of its own; what it prints goes into a file beside the runs."""
         with open(self.folder / f"printed-{len(self.started)}", "w", encoding="utf-8") as out:
             process = subprocess.Popen(
-                [HIGGSFIELD, *argv],
+                [*self.command, *argv],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -54,6 +54,7 @@ class Directive(Message):
     accept_level: float | None = None
     resume_from: str | None = None
     on_requeue: Literal["continue", "wait"] = "continue"
+    new_job: bool = False
     lr_scale: float = Field(default=1.0, gt=0)
     lr_ramp: LearningRateRamp | None = None
     skip_batches: tuple[SkippedBatches, ...] = ()
