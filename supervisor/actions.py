@@ -27,6 +27,7 @@ from supervisor.decision import (
     StartNow,
     Submit,
     Wait,
+    WouldDo,
 )
 from supervisor.exclusion import fits, fitting
 from supervisor.job_policy import waits_after_requeue
@@ -50,12 +51,13 @@ from supervisor.journal import (
     SubmitIntended,
     Submitted,
     SupervisorStarted,
+    WouldHaveDone,
 )
 from supervisor.lease import Lease
 from supervisor.report.history_csv import write_history_csv
 from supervisor.run_state import RunState, apply
 from worker.contract.config import Config
-from worker.contract.directive import Directive, publish_directive, read_directive
+from worker.contract.directive import Cause, Directive, publish_directive, read_directive
 from worker.contract.files import UnusableFileError, sync_folder
 from worker.contract.run_dir import RunDir, checkpoint_step
 
@@ -110,6 +112,10 @@ def carry_out(run: SupervisedRun, decision: Decision) -> None:
         case Begin():
             run.record(decision.plan, attempt=run.state.attempt + 1)
             _begin_attempt(run, decision.plan)
+        case WouldDo():
+            fields = decision.plan.model_dump(exclude={"event", "time", "attempt", "term", "reason"})
+            reason = f"not done, for recovery.mode is observe: {decision.plan.reason}"
+            run.record(WouldHaveDone(**fields, reason=reason))
         case Submit():
             intent = SubmitIntended(name=run.state.job_name, warning_s=decision.warning_s, reason=decision.reason)
             run.record(intent)
@@ -171,7 +177,11 @@ def _published(run: SupervisedRun) -> Directive | None:
         return None
 
 
+_SPIKES: Final[frozenset[Cause]] = frozenset({"spike", "divergence", "nonfinite"})
+
+
 def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
+    spike, is_spike = run.config.recovery.spike, plan.cause in _SPIKES
     return Directive(
         attempt=number,
         pinned=run.state.pinned,
@@ -182,6 +192,8 @@ def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
         lr_scale=plan.lr_scale,
         lr_ramp=plan.lr_ramp,
         skip_batches=plan.skip_batches,
+        reset_moments=spike.reset_moments and is_spike,
+        rewarm_steps=spike.rewarm_steps if is_spike else None,
         cause=plan.cause,
         reason=plan.reason,
         time=run.clock(),

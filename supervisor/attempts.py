@@ -54,7 +54,7 @@ def begin(run: RunState, seen: Observation, rules: Rules, plan: AttemptDecided) 
         reason = f"{limit} attempts without a new healthy checkpoint; the last: {plan.reason}"
         return GiveUp(reason, tried=run.tried, error=plan.reason)
     where = _where(run, seen, rules)
-    if where == "new_job" and not job_is_over(run, seen, rules):
+    if where == "new_job" and not job_is_over(run, seen, rules) and rules.recovery.mode == "act":
         return _part_from_job(run, seen, plan.reason)
     return Begin(plan.model_copy(update={"where": where}))
 

@@ -14,6 +14,7 @@ from supervisor.decision import Exclude
 from supervisor.journal import NodeStruck
 from supervisor.observation import Observation
 from supervisor.run_state import RunState
+from supervisor.spike_policy import is_at_same_batches
 from worker.contract.config import RecoveryConfig
 from worker.contract.exit_report import ExitReport, Outcome
 
@@ -68,10 +69,10 @@ def _of_hang(report: ExitReport, is_one_node: bool) -> str | None:
 
 
 def _of_verdict(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:
-    """Numbers that were not finite on one rank alone, of several."""
+    """Numbers that were not finite on one rank alone, of several, and not at the same batches again: that is data."""
     verdict, begun = run.verdict, run.segment_started
     world = len(begun.start.rng_digests) if begun is not None and begun.start is not None else 1
-    if verdict is None or len(verdict.nonfinite_ranks) != 1 or world == 1:
+    if verdict is None or len(verdict.nonfinite_ranks) != 1 or world == 1 or is_at_same_batches(run, verdict):
         return
     [rank] = verdict.nonfinite_ranks
     if rank in seen.pulses:

@@ -19,6 +19,13 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class WouldDo:
+    """Write down what would be begun if ``recovery.mode`` were ``act``."""
+
+    plan: AttemptDecided
+
+
+@dataclass(frozen=True)
 class Submit:
     reason: str
     warning_s: int | None = None
@@ -87,4 +94,6 @@ class GiveUp:
     error: str | None = None
 
 
-Decision = Wait | Begin | Submit | Cancel | StartNow | ChangeJob | Exclude | AskToStop | Finish | EndStopped | GiveUp
+Decision = (
+    Wait | Begin | WouldDo | Submit | Cancel | StartNow | ChangeJob | Exclude | AskToStop | Finish | EndStopped | GiveUp
+)

@@ -23,7 +23,7 @@ _MAX_FAILED_SUBMISSIONS: Final = 5
 
 def waits_after_requeue(recovery: RecoveryConfig) -> bool:
     """Whether a worker that Slurm restarts has to wait for a new attempt, because its rate changes."""
-    return recovery.preemption.lr_factor != 1.0
+    return recovery.preemption.lr_factor != 1.0 and recovery.mode == "act"
 
 
 def follow_job(run: RunState, seen: Observation, rules: Rules) -> Decision:

@@ -80,6 +80,13 @@ class AttemptDecided(Plan):
     rollback: Rollback | None = None
 
 
+class WouldHaveDone(Plan):
+    """In ``recovery.mode: observe`` instead of AttemptDecided; never an open intent."""
+
+    event: Literal["WouldHaveDone"] = "WouldHaveDone"
+    rollback: Rollback | None = None
+
+
 class RolledBack(Plan):
     event: Literal["RolledBack"] = "RolledBack"
     kind: str
@@ -177,6 +184,8 @@ class VerdictSeen(EventBase):
     level: float | None = None
     batches: tuple[BatchPosition, ...] = ()
     nonfinite_ranks: tuple[int, ...] = ()
+    observed: bool = False
+    """Whether the worker trains on all the same."""
 
 
 class WorkerLeft(EventBase):
@@ -280,6 +289,7 @@ Event = (
     RunCreated
     | SupervisorStarted
     | AttemptDecided
+    | WouldHaveDone
     | RolledBack
     | Continued
     | SubmitIntended

@@ -27,7 +27,7 @@ from supervisor.run_state import RunState
 from worker.contract.claim import Claim, read_claim
 from worker.contract.exit_report import ExitReport, Outcome
 from worker.contract.files import AnyMessage, UnusableFileError, read_message
-from worker.contract.loss_history import HistoryReader, Record
+from worker.contract.loss_history import ACTED, HistoryReader, Record
 from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
 from worker.contract.pulse import Pulse, Quiet
 from worker.contract.run_dir import RunDir
@@ -295,9 +295,9 @@ def _history_news(run: RunState, seen: Observation) -> Iterator[Event]:
                 start=record.start,
                 reason=f"step {record.step} is the first of segment {record.segment}, {begun}",
             )
-    last = seen.last
-    if last is not None and last.is_acted and last.attempt == run.attempt and run.verdict is None:
-        onset = last.onset_step if last.onset_step is not None else last.step
+    last = _unseen_verdict(run, seen)
+    if last is not None:
+        onset = onset_of(last)
         yield VerdictSeen(
             kind=last.verdict,
             step=last.step,
@@ -306,8 +306,25 @@ def _history_news(run: RunState, seen: Observation) -> Iterator[Event]:
             level=last.level,
             batches=trained_on(seen.trail, onset, last.step),
             nonfinite_ranks=_nonfinite_ranks(seen.branch, onset),
+            observed=last.observed,
             reason=_describe(last, onset),
         )
+
+
+def onset_of(record: Record) -> int:
+    """The first step of the streak that led to a verdict."""
+    return record.onset_step if record.onset_step is not None else record.step
+
+
+def _unseen_verdict(run: RunState, seen: Observation) -> Record | None:
+    """The record with a verdict that is not yet in the journal; of those that end nothing, one a streak."""
+    if run.verdict is not None or seen.last is None:
+        return None
+    if seen.last.is_acted:
+        return seen.last if seen.last.attempt == run.attempt else None
+    told = run.observed.onset_step if run.observed is not None else 0
+    fresh = (each for each in seen.branch if each.observed and each.attempt == run.attempt)
+    return next((each for each in fresh if each.verdict in ACTED and onset_of(each) > told), None)
 
 
 def _nonfinite_ranks(branch: Sequence[Record], onset: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from supervisor.hangs import answer_hang
 from supervisor.job_policy import after_out_of_memory, follow_job
 from supervisor.journal import AttemptDecided, WorkerLeft
 from supervisor.observation import Observation
+from supervisor.observe_policy import hold_back
 from supervisor.person_policy import roll_back_as_asked
 from supervisor.run_state import RunState
 from supervisor.spike_policy import answer_verdict
@@ -19,6 +20,11 @@ from worker.contract.exit_report import PROOF_ERROR, Outcome
 
 def decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     """The one next thing to do for a run that is not over; ``seen`` is already in the journal."""
+    decision = _decide(run, seen, rules)
+    return hold_back(run, seen, rules, decision) if rules.recovery.mode == "observe" else decision
+
+
+def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     left = run.left
     if left is not None and left.outcome is Outcome.DONE:
         step = left.step if left.step is not None else last_step(seen)

@@ -38,6 +38,7 @@ from supervisor.journal import (
     SupervisorStarted,
     VerdictSeen,
     WorkerLeft,
+    WouldHaveDone,
 )
 from worker.contract.exit_report import ErrorDetail, Outcome
 
@@ -102,6 +103,10 @@ class RunState:
     """Attempts that were started again in the present allocation since the last progress."""
     verdict: VerdictSeen | None = None
     """The verdict of the present attempt, as long as it is unanswered."""
+    observed: VerdictSeen | None = None
+    """The present attempt's last verdict that was written down and nothing more, in ``recovery.mode: observe``."""
+    end_noted: bool = False
+    """Whether it is written down what would have been done about the worker's end, in ``recovery.mode: observe``."""
     last_verdicts: tuple[VerdictSeen, ...] = ()
     """Verdicts that were answered, and whose steps no healthy checkpoint has passed yet."""
     rolled_back_to: int | None = None
@@ -228,6 +233,8 @@ def _apply(run: RunState, event: Event) -> RunState:
             return replace(run, start_moved=(event.job_id, run.job.restarts if run.job else 0))
         case SegmentStarted():
             return _begin_segment(run, event)
+        case WouldHaveDone():
+            return _note_what_would_be(run)
         case VerdictSeen():
             return replace(run, verdict=event)
         case WorkerLeft():
@@ -263,6 +270,7 @@ def _begin_segment(run: RunState, event: SegmentStarted) -> RunState:
         state=_unless_stopping(run, "training"),
         segment=event.segment,
         segment_started=event,
+        end_noted=False,
         has_stepped=True,
         left=None,
         hang=None,
@@ -292,6 +300,8 @@ def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
         relaunches_in_job=run.relaunches_in_job + 1 if event.where == "same_allocation" else 0,
         verdict=None,
         rollback_asked=None,
+        observed=None,
+        end_noted=False,
         left=None,
         hang=None,
         has_stepped=False,
@@ -313,6 +323,12 @@ def _remember_rollback(run: RunState, event: RolledBack) -> RunState:
         rolled_back_to=event.to_step,
         tried=(*run.tried, event.reason),
     )
+
+
+def _note_what_would_be(run: RunState) -> RunState:
+    if run.verdict is not None and run.verdict.observed:
+        return replace(run, observed=run.verdict, verdict=None)
+    return replace(run, end_noted=True)
 
 
 def _refill(run: RunState) -> RunState:

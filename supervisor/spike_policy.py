@@ -129,7 +129,7 @@ def _restore_elsewhere(run: RunState, seen: Observation, verdict: VerdictSeen) -
     start = begun.start if begun is not None else None
     if begun is None or start is None or start.checkpoint is None or begun.attempt != run.attempt:
         return None
-    if (run.plan is not None and run.plan.cause == "refused") or _is_again(run, verdict):
+    if (run.plan is not None and run.plan.cause == "refused") or is_at_same_batches(run, verdict):
         return None
     probe, is_soon = start.probe, verdict.onset_step < begun.step + SOON_AFTER_RESUME
     if not is_soon or None in (probe.expected, probe.found) or probe.expected == probe.found:
@@ -151,7 +151,7 @@ def _restore_elsewhere(run: RunState, seen: Observation, verdict: VerdictSeen) -
 def _lower_the_rate(run: RunState, seen: Observation, rules: Rules, verdict: VerdictSeen) -> Answer:
     target = _newest_target(seen, rules, verdict)
     why = _state(target)
-    is_again = _is_again(run, verdict)
+    is_again = is_at_same_batches(run, verdict)
     goes_on = are_near(verdict.batches, tuple(positions_of(_skipped(run))))
     skip: tuple[SkippedBatches, ...] = ()
     if is_again or goes_on or rules.recovery.spike.skip == "always":
@@ -165,7 +165,8 @@ def _lower_the_rate(run: RunState, seen: Observation, rules: Rules, verdict: Ver
     return Answer(target, scale, why, ramp_from(rules, scale, target.step), skip)
 
 
-def _is_again(run: RunState, verdict: VerdictSeen) -> bool:
+def is_at_same_batches(run: RunState, verdict: VerdictSeen) -> bool:
+    """Whether an earlier verdict, that no healthy checkpoint has passed, was at these batches too."""
     return any(are_near(verdict.batches, each.batches) for each in run.last_verdicts)
 
 

@@ -288,7 +288,7 @@ class Agent:
                 peer_ended_at = self.clock()
                 self.say(f"the trainers of ranks {peers} ended, its own has {PEER_GRACE_S:.0f} s")
             asked = self.asked()
-            hang = watchdog.seen() if watchdog.is_hanging else None
+            hang = watchdog.seen() if watchdog.is_hanging and self.config.recovery.mode == "act" else None
             since = self._since(self.preempted_at), self._since(peer_ended_at)
             move = trainer_rule(self.task, self.seen, Running(attempt, frozenset(sent), *since, hang), asked)
             if isinstance(move, End):

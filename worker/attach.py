@@ -193,10 +193,11 @@ class StepsCallback(TrainerCallback):
         grad_norm = rows[0][1] if measured.knows_norm else None
         said = self._attached.detector.judge(measured.step, loss, grad_norm, scaler_skipped=measured.scaler_skipped)
         said = worse(said, agreed_alarm(measured, rows))
-        self._record(
-            measured, said, loss=loss, grad_norm=grad_norm, nonfinite_ranks=nonfinite_ranks(rows, measured.knows_norm)
-        )
-        if said.verdict in ACTED:
+        is_acted = said.verdict in ACTED
+        is_observed = is_acted and self._attached.context.config.recovery.mode == "observe"
+        ranks = nonfinite_ranks(rows, measured.knows_norm)
+        self._record(measured, said, loss=loss, grad_norm=grad_norm, nonfinite_ranks=ranks, observed=is_observed)
+        if is_acted and not is_observed:
             raise VerdictError(f"{said.verdict} at step {measured.step}", what=said.verdict)
 
     def _record(self, measured: Measured, said: Judgement, **numbers: Any) -> None:

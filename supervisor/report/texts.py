@@ -26,6 +26,7 @@ from supervisor.journal import (
     SupervisorStarted,
     VerdictSeen,
     WorkerLeft,
+    WouldHaveDone,
 )
 from supervisor.report.accounting import Interruption
 from supervisor.report.figures import count, duration, local_time, node_hours, printable
@@ -91,7 +92,7 @@ def is_told(event: Event) -> bool:
 
 def is_milestone(event: Event) -> bool:
     """Whether an event belongs to the rollback log proper: attempts, verdicts, and how it ended."""
-    return isinstance(event, VerdictSeen | RolledBack | Continued | Finished | Stopped | GaveUp)
+    return isinstance(event, VerdictSeen | RolledBack | Continued | WouldHaveDone | Finished | Stopped | GaveUp)
 
 
 def event_lines(event: Event) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.journal import RolledBack
+from supervisor.journal import NodeStruck, RolledBack
 from tests.supervisor_room.stage import Stage
 from worker.contract.directive import SkippedBatches
 from worker.contract.exit_report import Outcome
@@ -262,8 +262,41 @@ def test_the_rate_is_held_and_ramps_back_from_an_absolute_step_through_everythin
     assert stage.directive.lr_ramp.from_step == 160
 
 
+def test_moments_and_a_new_warmup_are_the_rollback_s_and_not_of_what_follows(tmp_path: Path) -> None:
+    stage = laid_out(tmp_path, reset_moments=True, rewarm_steps=7)
+    assert (stage.directive.reset_moments, stage.directive.rewarm_steps) == (False, None)
+    stage.spike(138, onset=136)
+    assert (stage.directive.reset_moments, stage.directive.rewarm_steps) == (True, 7)
+    stage.train(150)
+    stage.settle()
+    stage.leave(Outcome.CRASHED)
+    stage.settle()
+    assert (stage.directive.reset_moments, stage.directive.rewarm_steps) == (False, None)
+
+
 def test_the_rate_has_a_floor(tmp_path: Path) -> None:
     stage = laid_out(tmp_path, min_lr_scale=0.3)
     for again in range(3):
         stage.spike(138, onset=136, loss=9.0 * 2**again)
     assert [event.lr_scale for event in rollbacks(stage)] == [0.5, 0.3, 0.3]
+
+
+# -- one rank alone ----------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_alone_is_held_against_its_node_but_not_at_the_same_batches_again(tmp_path: Path) -> None:
+    stage = laid_out(tmp_path, ranks=2)
+    for again in range(2):
+        stage.pulse(rank=1, host="n2")
+        stage.spike(138, onset=136, verdict="nonfinite", ranks=(1,))
+        assert stage.names.count("NodeStruck") == 1, again
+    struck = next(event for event in stage.events if isinstance(event, NodeStruck))
+    assert (struck.node, struck.evidence) == ("n2", "rank 1 alone saw numbers that are not finite at step 138")
+
+
+@pytest.mark.parametrize(("ranks", "of"), [((0, 1), 2), ((0,), 1)])
+def test_all_ranks_together_point_at_no_node(tmp_path: Path, ranks: tuple[int, ...], of: int) -> None:
+    stage = laid_out(tmp_path, ranks=of)
+    stage.pulse()
+    stage.spike(138, onset=136, verdict="nonfinite", ranks=ranks)
+    assert "NodeStruck" not in stage.names

@@ -239,6 +239,10 @@ class SpikeRecovery(Section):
     """Steps of the way back to ``ramp_to``; needs ``hold_steps``."""
     ramp_to: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Where the ramp ends."""
+    reset_moments: bool = False
+    """Whether a rollback leaves the optimizer's moments behind."""
+    rewarm_steps: Positive | None = None
+    """Steps over which a rollback brings the rate up from zero again; an interruption among them ends that."""
     skip: Literal["repeat", "always", "never"] = "repeat"
     """Whether the batches of a spike are left out: when it comes again at the same ones, at once, or never; at most
     1 % of all batches of the run."""
@@ -256,6 +260,8 @@ class LrFactor(Section):
 class RecoveryConfig(Section):
     """What is done when something goes wrong."""
 
+    mode: Literal["act", "observe"] = "act"
+    """observe: write down what would be done, touch nothing, and train on through verdicts."""
     spike: SpikeRecovery = SpikeRecovery()
     nonfinite: LrFactor = LrFactor(lr_factor=0.5)
     preemption: LrFactor = LrFactor(lr_factor=1.0)

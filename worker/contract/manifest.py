@@ -103,7 +103,7 @@ def health(manifest: Manifest, branch: Iterable[Record], healthy_after: int) -> 
         reached = max(reached, record.step)
         if record.step == step:
             own = record.verdict
-        if record.verdict in ACTED:
+        if record.verdict in ACTED and not (record.observed and record.step < step):  # else training went on past it
             onset = record.onset_step if record.onset_step is not None else record.step
             if onset <= step:
                 return Health.SUSPECT
