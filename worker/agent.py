@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from worker.agent_files import claim_attempt, has_reported, look, publish_report, trainers_word
-from worker.agent_report import error_of_trainer, left_because, outcome_of_trainer
+from worker.agent_report import error_of_trainer, left_because, outcome_of_trainer, tells_of_a_kill
 from worker.agent_rules import (
     PEER_GRACE_S,
     Asked,
@@ -323,7 +323,8 @@ class Agent:
         asked, is_stopped = self.asked(), self._is_stopped(attempt)
         known = trainers_word(self.run_dir, self.task, attempt).error
         is_asked = asked.preempted or asked.time_limit or is_stopped
-        killed_for_memory = has_more_kills(self.kills_before, own_kills())
+        is_killed = tells_of_a_kill(returncode, known)
+        killed_for_memory = is_killed and has_more_kills(self.kills_before, own_kills())
         outcome = outcome_of_trainer(returncode, end, is_asked, killed_for_memory)
         what = left_because(known.what if known else None, end, asked, is_stopped)
         if outcome is Outcome.LEFT and what == "preempted" and self.preempted_at is None:

@@ -15,18 +15,22 @@ def outcome_of_trainer(
 ) -> Outcome:
     """How a trainer's start ended; ``returncode`` as in subprocess, minus N for signal N.
 
-    ``killed_for_memory``: the kernel counted such a kill in the group meanwhile, which explains a SIGKILL that nobody
-    here sent.
+    ``killed_for_memory``: the kernel counted such a kill in the group meanwhile, and it explains this end.
     A trainer that its agent was ending answers our SIGTERM with "left" or a traceback: that is not its own word.
     """
     own = outcome_of(returncode)
     if end is not None:
         return own if own in _OWN_WORD_STANDS else _ENDED_AS.get(end.what, Outcome.ENDED)
-    if killed_for_memory and returncode == -signal.SIGKILL:
+    if killed_for_memory and own is Outcome.CRASHED:
         return Outcome.OUT_OF_MEMORY
     if is_asked_to_leave and -returncode in _KILLED_IN_TIME:
         return Outcome.LEFT
     return own
+
+
+def tells_of_a_kill(returncode: int, known: ErrorDetail | None) -> bool:
+    """Whether the trainer, or a data worker of it as torch tells it, was killed by SIGKILL."""
+    return returncode == -signal.SIGKILL or (known is not None and "killed by signal: Killed" in known.message)
 
 
 def error_of_trainer(
@@ -45,7 +49,7 @@ def error_of_trainer(
         )
     if known is not None or outcome in (Outcome.DONE, Outcome.VERDICT):
         return known
-    if outcome is Outcome.OUT_OF_MEMORY:
+    if outcome is Outcome.OUT_OF_MEMORY and returncode < 0:
         message = "killed by the kernel: the main memory of the job's control group ran out (memory.events)"
         return ErrorDetail(type="OutOfMemory", message=message, traceback=log_tail)
     if returncode < 0:

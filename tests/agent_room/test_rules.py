@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.agent_report import error_of_trainer, left_because, outcome_of_trainer
+from worker.agent_report import error_of_trainer, left_because, outcome_of_trainer, tells_of_a_kill
 from worker.agent_rules import (
     Asked,
     Continue,
@@ -265,11 +265,16 @@ def test_what_a_trainers_exit_means(returncode: int, end: Any, is_asked: bool, o
 def test_a_kill_is_for_want_of_memory_where_the_kernel_counted_one() -> None:
     assert outcome_of_trainer(-9, None, is_asked_to_leave=False, killed_for_memory=True) is Outcome.OUT_OF_MEMORY
     assert outcome_of_trainer(-9, None, is_asked_to_leave=True, killed_for_memory=True) is Outcome.OUT_OF_MEMORY
-    assert outcome_of_trainer(-11, None, is_asked_to_leave=False, killed_for_memory=True) is Outcome.CRASHED
+    assert outcome_of_trainer(1, None, is_asked_to_leave=False, killed_for_memory=True) is Outcome.OUT_OF_MEMORY
+    assert outcome_of_trainer(20, None, is_asked_to_leave=False, killed_for_memory=True) is Outcome.VERDICT
     assert outcome_of_trainer(-9, End("hang", ""), is_asked_to_leave=False, killed_for_memory=True) is Outcome.ENDED
     told = error_of_trainer(Outcome.OUT_OF_MEMORY, -9, None, None, "", "tail")
     assert told is not None
     assert told.type == "OutOfMemory"
+    of_torch = ErrorDetail(type="RuntimeError", message="DataLoader worker (pid 7) is killed by signal: Killed. ")
+    kills = [(-9, None, True), (1, of_torch, True), (-11, None, False), (1, told, False), (1, None, False)]
+    assert [tells_of_a_kill(code, known) for code, known, _ in kills] == [is_kill for *_, is_kill in kills]
+    assert error_of_trainer(Outcome.OUT_OF_MEMORY, 1, of_torch, None, "", "tail") == of_torch
 
 
 def test_why_a_trainer_left() -> None:

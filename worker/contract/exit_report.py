@@ -61,7 +61,7 @@ def outcome_of(exit_code: int) -> Outcome:
 _BROKEN = re.compile(
     r"uncorrectable ECC|ECC error|unspecified launch failure|no CUDA-capable device|CUDA driver version is insufficient"
     r"|driver/library version mismatch|fallen off the bus|CUDA unknown error|system not yet initialized"
-    r"|device\(s\) is/are busy or unavailable|Input/output error|Stale file handle|Read-only file system"
+    r"|device\(s\) is/are busy or unavailable|Input/output error|Stale file handle"
     r"|survived SIGKILL",
     re.IGNORECASE,
 )
