@@ -28,7 +28,7 @@ def hang_news(run: RunState, seen: Observation, timeout_s: float) -> Iterator[Ha
             reason = f"{what} while {hang.phase} after step {hang.step} ({hang.limit_s:.0f} s are allowed)"
             state = f"; its process was {hang.process}" if hang.process else ""
             facts = {"phase": hang.phase, "quiet_s": hang.quiet_s, "limit_s": hang.limit_s}
-            yield HangSeen(**facts, stacks=stacks, reason=reason + state)
+            yield HangSeen(**facts, stacks=stacks, reason=f"{reason}{state}; all stacks: {stacks}")
             return
     pulse = seen.pulses.get(0)
     limit_s = pulse.limit_s if pulse is not None else hang_limit_s("starting", timeout_s)
