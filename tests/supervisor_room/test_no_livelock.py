@@ -7,21 +7,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slurm.job import JobState
+from supervisor.bad_nodes import MAX_EXCLUSIONS
 from supervisor.journal import Continued, ProgressMade, RolledBack
 from tests.supervisor_room.stage import CRASHED
 from tests.supervisor_room.world import World
-from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.exit_report import NO_WORLD_ERROR, ErrorDetail, Outcome
 
 MAX_STEPS = 400
 PROOF = ErrorDetail(type="ProofError", message="probe loss", what="probe", expected="1.0", found="2.0")
 MEMORY = ErrorDetail(type="OutOfMemoryError", message="2 GiB")
+BROKEN_NODE = ErrorDetail(type="AcceleratorError", message="CUDA error: uncorrectable ECC error encountered")
+ALONE = ErrorDetail(type=NO_WORLD_ERROR, message="2 ranks found no world")
 OTHER_CRASH = CRASHED.model_copy(update={"type": "ValueError"})
 
 faults = st.one_of(
     st.tuples(
         st.just("spike"), st.sampled_from(["spike", "divergence", "nonfinite"]), st.sampled_from([6.0, 6.5, 90.0])
     ),
-    st.tuples(st.just("leave"), st.just(Outcome.CRASHED), st.sampled_from([CRASHED, OTHER_CRASH])),
+    st.tuples(st.just("leave"), st.just(Outcome.CRASHED), st.sampled_from([CRASHED, OTHER_CRASH, BROKEN_NODE, ALONE])),
+    st.tuples(st.just("hang")),
     st.tuples(st.just("leave"), st.just(Outcome.ENDED), st.none()),
     st.tuples(st.just("leave"), st.just(Outcome.OUT_OF_MEMORY), st.just(MEMORY)),
     st.tuples(st.just("leave"), st.just(Outcome.REFUSED), st.just(PROOF)),
@@ -43,6 +47,8 @@ spike_settings = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(moves, min_size=1, max_size=8), spike_settings)
 @example([(3, ("spike", "spike", 6.0))], {"skip": "never", "skip_before": 0, "max_rollbacks": 20})
+@example([(0, ("leave", Outcome.CRASHED, BROKEN_NODE))], {"skip": "never", "skip_before": 0, "max_rollbacks": 20})
+@example([(3, ("hang",)), (0, ("hang",))], {"skip": "never", "skip_before": 0, "max_rollbacks": 20})
 @example([(23, ("spike", "spike", 6.0))], {"skip": "repeat", "skip_before": 5, "max_rollbacks": 20})
 def test_any_faults_again_and_again_end_in_time(turns: list[Any], spike: dict[str, Any]) -> None:
     """The same turns come over and over: so many steps, then that fault."""
@@ -53,7 +59,9 @@ def test_any_faults_again_and_again_end_in_time(turns: list[Any], spike: dict[st
             "recovery": {"spike": spike, "max_submissions_per_hour": 1000},
         },
     )
-    most = (MAX_STEPS // 10 + 2) * world.config.recovery.max_attempts_without_progress
+    recovery = world.config.recovery
+    in_a_row = recovery.max_attempts_without_progress + MAX_EXCLUSIONS * recovery.node_strikes  # those are given back
+    most = (MAX_STEPS // 10 + 2) * in_a_row
     for turn in range(20 * most):
         if world.run.is_over:
             break
@@ -66,7 +74,7 @@ def test_any_faults_again_and_again_end_in_time(turns: list[Any], spike: dict[st
         world.settle()
     assert world.run.is_over
     assert world.run.attempt <= most
-    assert _most_attempts_in_a_row(world) <= world.config.recovery.max_attempts_without_progress
+    assert _most_attempts_in_a_row(world) <= in_a_row
 
 
 def _most_attempts_in_a_row(world: World) -> int:

@@ -9,8 +9,10 @@ from typing import Any
 from slurm.job import JobState, JobStatus
 from supervisor.actions import _outcome
 from supervisor.attempts import Rules
+from supervisor.bad_nodes import strikes
 from supervisor.batches import Stretch, extend, positions_of
 from supervisor.decision import Begin, Cancel, Decision, Exclude, Finish, GiveUp, StartNow, Submit, Wait
+from supervisor.hangs import hang_news
 from supervisor.journal import (
     CancelIntended,
     Cancelled,
@@ -31,9 +33,12 @@ from worker.contract.claim import Claim
 from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
 from worker.contract.loss_history import BatchPosition, Probe, Record, Start
 from worker.contract.manifest import Manifest
+from worker.contract.pulse import Hang
 
 _PASSES = 60
 """More decisions in a row than any answer takes."""
+NODES = [f"n{number}" for number in range(1, 100)]
+"""More than can be excluded before a run is over."""
 CLAIM = Claim(job_id="1", name="hf", restart=0, host="n1", pid=1, started_ticks=1, time=0.0)
 
 
@@ -66,6 +71,8 @@ class World:
         for _ in range(_PASSES):
             for event in list(news(self.run, self.seen, self.config.checkpoint.healthy_after)):
                 self.tell(event)
+            for later in (*hang_news(self.run, self.seen, 1800.0), *strikes(self.run, self.seen)):
+                self.tell(later)
             if self.run.is_over:
                 return
             decision = decide(self.run, self.seen, self.rules)
@@ -105,7 +112,8 @@ class World:
                 self.begin(decision)
             case Submit():
                 self.tell(SubmitIntended(name="hf"))
-                self.job = JobStatus(f"{len(self.events)}", "hf", JobState.RUNNING, "", nodes=("n1",), source="world")
+                node = next(name for name in NODES if name not in self.run.excluded(self.now))
+                self.job = JobStatus(f"{len(self.events)}", "hf", JobState.RUNNING, "", nodes=(node,), source="world")
                 self.tell(Submitted(name="hf", job_id=self.job.job_id))
             case Cancel():
                 self.tell(CancelIntended(job_id=decision.job_id))
@@ -194,20 +202,26 @@ class World:
             versions={},
         )
 
-    def leave(self, outcome: Outcome, error: ErrorDetail | None = None) -> None:
+    def leave(self, outcome: Outcome, error: ErrorDetail | None = None, **fields: Any) -> None:
         assert self.job is not None
         self.report = ExitReport(
             attempt=self.run.attempt,
             restart=0,
             rank=0,
             job_id=self.job.job_id,
-            host="n1",
+            host=self.job.nodes[0],
             outcome=outcome,
             step=self.step,
             started=0.0,
             ended=self.now,
             error=error,
+            **fields,
         )
+
+    def hang(self) -> None:
+        """The worker is ended by its agent."""
+        hung = Hang(phase="training", step=self.step, quiet_s=1801.0, limit_s=1800.0, process="T (stopped)")
+        self.leave(Outcome.ENDED, ErrorDetail(type="Ended", message="no progress", what="hang"), hang=hung)
 
     def lose_job(self, state: JobState) -> None:
         assert self.job is not None
