@@ -70,7 +70,7 @@ def test_a_rollback_is_a_dot_at_its_step_and_a_text(spiked: Slow) -> None:
     [text] = found.Tensors("rollback")
     said = text.tensor_proto.string_val[0].decode()
     assert text.step == 38
-    assert said.startswith("**from step 38 back to checkpoint-30, at 0.5 of the configured rate**\n- seen: ")
+    assert said.startswith("**from step 38 back to checkpoint-30, at 0.5 of the configured rate**\n\n- seen: ")
     assert "- try: " in said
 
 
