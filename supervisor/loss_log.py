@@ -38,7 +38,8 @@ class Row:
     loss: float | None
     grad_norm: float | None
     scaler_skipped: bool = False
-    others: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)
+    """All numbers of the row, by their columns."""
 
 
 def read_loss_log(path: Path) -> tuple[int, list[Row]]:
@@ -142,9 +143,9 @@ def _row(index: int, raw: dict[str, Any], may_drop_loss: bool) -> Row | None:
         index=index,
         step=int(step) if step is not None and math.isfinite(step) else index + 1,
         loss=loss,
-        grad_norm=norm,
-        scaler_skipped=_is_scalers(raw, loss, norm),
-        others=raw,
+        grad_norm=_told_norm(raw, loss, norm),
+        scaler_skipped=_is_scalers(raw, norm),
+        others={key: number for key, value in raw.items() if (number := _number(value)) is not None},
     )
 
 
@@ -158,16 +159,31 @@ def _is_step_without_loss(raw: dict[str, Any], norm: float | None, may_drop_loss
     return not told.isdisjoint(_STEP) and (told <= _BESIDE or "loss_scale" in told)
 
 
-def _is_scalers(raw: dict[str, Any], loss: float | None, norm: float | None) -> bool:
-    """Whether mixed precision skipped the step: a loss that is a number beside a gradient that is none.
+def _is_ours(raw: dict[str, Any]) -> bool:
+    return "verdict" in raw
 
-    In our own history that is so only beside a loss scale; Megatron's lines count what its scaler skipped.
+
+def _is_scalers(raw: dict[str, Any], norm: float | None) -> bool:
+    """Whether the scaler of mixed precision skipped the step: our history has a loss scale, Megatron's lines count."""
+    has_scale = (_number(raw.get("loss_scale")) or 0) > 1
+    if _is_ours(raw):
+        return has_scale and raw["verdict"] == "skipped"
+    return (
+        has_scale
+        and (_number(raw.get("number_of_skipped_iterations")) or 0) > 0
+        and (norm is None or not math.isnan(norm))
+    )
+
+
+def _told_norm(raw: dict[str, Any], loss: float | None, norm: float | None) -> float | None:
+    """The gradient norm as far as it can be believed.
+
+    Elsewhere a norm that is not finite beside a loss that is a number tells of mixed precision, or of a norm that was
+    not computed: training goes on, and the loss is judged. We withhold such an update, so in our history it counts.
     """
-    if "verdict" in raw:
-        return raw.get("verdict") == "skipped" and _number(raw.get("loss_scale")) is not None
-    if (_number(raw.get("number_of_skipped_iterations")) or 0) > 0 and (_number(raw.get("loss_scale")) or 0) > 1:
-        return norm is None or not math.isnan(norm)
-    return loss is not None and math.isfinite(loss) and loss != 0 and norm is not None and not math.isfinite(norm)
+    if norm is None or math.isfinite(norm) or _is_ours(raw) or loss is None or not math.isfinite(loss) or loss == 0:
+        return norm
+    return None
 
 
 def _first(raw: dict[str, Any], names: Iterable[str]) -> float | None:

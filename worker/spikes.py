@@ -208,7 +208,7 @@ class Detector:
         Whoever logs a ``reward`` trains by it, and the loss tells nothing: from here on it acts only when it is not
         finite.
         """
-        self._loss_tells = self._loss_tells and logged.get("reward") is None
+        self._loss_tells = self._loss_tells and not isinstance(logged.get("reward"), int | float)
         self._watched.judge(step, logged)
 
     def take_alarm(self) -> Judgement:

@@ -152,9 +152,11 @@ class TestRowsThatAreNoSteps:
         rows = [*EXPLODES[:30], {"grad_norm": "nan", "step": 31}, {"step": 32, "learning_rate": 1e-4}]
         assert self.verdicts(tmp_path, rows) == [(31, "nonfinite")]
 
-    def test_mixed_precision_skips_steps_and_goes_on(self, tmp_path: Path) -> None:
+    def test_a_norm_that_is_none_beside_a_loss_that_falls_is_mixed_precision(self, tmp_path: Path) -> None:
         rows = [*EXPLODES[:30], *({"loss": 1.9, "grad_norm": INF, "step": step} for step in range(31, 60))]
         assert self.verdicts(tmp_path, rows) == []
+        rows += [{"loss": 99.0, "grad_norm": NAN, "step": step} for step in range(60, 70)]
+        assert self.verdicts(tmp_path, rows) == [(61, "spike")]
 
     def test_two_loggers_print_each_step_twice(self, tmp_path: Path) -> None:
         rows = [row for row in training([2.0] * 60 + [9.0, 9.0, 2.0]) for _ in range(2)]
@@ -169,8 +171,11 @@ class TestRowsThatAreNoSteps:
         rows = [{"loss": 0.0, "reward": reward, "step": step} for step, reward in enumerate(rewards)]
         file.write_text("\n".join(map(json.dumps, rows)))
         assert examine_log(file, SpikeConfig()).verdicts == []
-        (found,) = examine_log(file, SpikeConfig(metrics={"reward": "fall"})).verdicts
+        watching = SpikeConfig(metrics={"reward": "fall"})
+        (found,) = examine_log(file, watching).verdicts
         assert (found.index, found.kind) == (62, "spike")
+        file.write_text("\n".join(["step,loss,reward", *(f"{step},0.5,{one}" for step, one in enumerate(rewards))]))
+        assert examine_log(file, watching).verdicts == [found]
 
 
 def test_a_megatron_line_without_its_loss(tmp_path: Path) -> None:
