@@ -57,7 +57,7 @@ from supervisor.lease import Lease
 from supervisor.report.history_csv import write_history_csv
 from supervisor.run_state import RunState, apply
 from worker.contract.config import Config
-from worker.contract.directive import Cause, Directive, publish_directive, read_directive
+from worker.contract.directive import Directive, publish_directive, read_directive
 from worker.contract.files import UnusableFileError, sync_folder
 from worker.contract.run_dir import RunDir, checkpoint_step
 
@@ -177,11 +177,7 @@ def _published(run: SupervisedRun) -> Directive | None:
         return None
 
 
-_SPIKES: Final[frozenset[Cause]] = frozenset({"spike", "divergence", "nonfinite"})
-
-
 def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
-    spike, is_spike = run.config.recovery.spike, plan.cause in _SPIKES
     return Directive(
         attempt=number,
         pinned=run.state.pinned,
@@ -192,8 +188,9 @@ def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
         lr_scale=plan.lr_scale,
         lr_ramp=plan.lr_ramp,
         skip_batches=plan.skip_batches,
-        reset_moments=spike.reset_moments and is_spike,
-        rewarm_steps=spike.rewarm_steps if is_spike else None,
+        reset_moments=plan.reset_moments,
+        rewarm_steps=plan.rewarm_steps,
+        reset_from=plan.reset_from,
         cause=plan.cause,
         reason=plan.reason,
         time=run.clock(),

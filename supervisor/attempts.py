@@ -1,10 +1,11 @@
 """The next attempt of a run: from which checkpoint, at which rate, in which job.  Pure."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from slurm.job import JobState
 from supervisor.decision import Begin, Cancel, Decision, GiveUp, Wait
-from supervisor.journal import AttemptDecided, Cost, Where
+from supervisor.journal import AttemptDecided, Cost, Plan, Where
 from supervisor.memory import memory_text
 from supervisor.observation import Observation
 from supervisor.run_state import MAY_COME_BACK, RunState
@@ -111,7 +112,8 @@ def plan_attempt(
 ) -> AttemptDecided:
     """The next attempt from ``start`` (None = from scratch), with what that repeats and what it quarantines.
 
-    In a new job; batches left out, an accepted level and the way back to the full rate stay as they are.
+    In a new job; batches left out, an accepted level, the way back to the full rate and moments that were dropped stay
+    as they are.
     """
     step = start.step if start is not None else 0
     before = run.plan
@@ -124,11 +126,28 @@ def plan_attempt(
         lr_ramp=before.lr_ramp if before is not None else None,
         skip_batches=before.skip_batches if before is not None else (),
         accept_level=before.accept_level if before is not None else None,
+        **(_reset_before(before, step) if before is not None else {}),
         quarantine=tuple(checkpoint_name(m.step) for m in seen.manifests if m.step > step),
         where="new_job",
         cost=Cost(steps_repeated=max(0, last_step(seen) - step)),
         reason=reason,
     )
+
+
+def fresh_moments(rules: Rules, step: int) -> dict[str, Any]:
+    """What a rollback to ``step`` has to say of the optimizer's moments; nothing from scratch, where there are none."""
+    spike = rules.recovery.spike
+    if step == 0 or not (spike.reset_moments or spike.rewarm_steps):
+        return {}
+    return {"reset_moments": spike.reset_moments, "rewarm_steps": spike.rewarm_steps, "reset_from": step}
+
+
+def _reset_before(before: Plan, step: int) -> dict[str, Any]:
+    """The same, carried on: counted from where it was, or from ``step`` where that is further back."""
+    if step == 0 or before.reset_from is None:
+        return {}
+    reset_from = min(step, before.reset_from)
+    return {"reset_moments": before.reset_moments, "rewarm_steps": before.rewarm_steps, "reset_from": reset_from}
 
 
 def last_step(seen: Observation) -> int:

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from worker.contract.config import Config
-from worker.contract.owned_fields import OWNED_FIELDS
+from worker.contract.owned_fields import OWNED_FIELDS, SCHEDULES_WITHOUT_BASE_RATE
 from worker.contract.yaml_file import YamlError, parse_yaml
 
 Place = tuple[str, ...]
@@ -176,6 +176,9 @@ def _is_one_of(value: object, types: tuple[type, ...]) -> bool:
 
 
 def _not_a_choice(keys: Place, value: object, expected: str) -> Problem:
+    if value in SCHEDULES_WITHOUT_BASE_RATE:
+        said = f"{value} has no base rate that a rollback could scale: it goes by the losses"
+        return Problem(keys, said, f"choose {expected}")
     choices = [part for part in expected.split("'") if part.isidentifier()]
     near = difflib.get_close_matches(str(value), choices, n=1)
     return Problem(keys, f"{show(value)} is none of {expected}", f"write {near[0]}" if near else "choose one of these")

@@ -1,6 +1,7 @@
 """Paths of a configuration, made absolute where the command is given, so that the worker finds them from anywhere."""
 
 import glob
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +42,16 @@ def missing_paths(config: Config) -> Iterator[Problem]:
         if not folder.is_dir():
             mend = f"name the folder of your script, seen from {Path.cwd()}"
             yield Problem(("training", "entrypoint"), f"there is no folder {str(folder)!r}", mend)
+    if config.model.lora is not None and _here(config) and importlib.util.find_spec("peft") is None:
+        mend = "pip install 'higgsfield-supervisor[lora]', or set it to null"
+        yield Problem(("model", "lora"), "the package peft is not installed here", mend)
     if config.data.tokenizer != BYTES:
         yield from _missing_folder(("data", "tokenizer"), config.data.tokenizer)
+
+
+def _here(config: Config) -> bool:
+    """Whether the worker runs with the packages that this process sees."""
+    return config.cluster.python is None and config.cluster.container is None
 
 
 def _missing_data(key: str, entries: str | tuple[str, ...] | None) -> Iterator[Problem]:

@@ -63,6 +63,8 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem(("model", "config"), "model.path is given too", "keep one, and set the other to null")
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield Problem(("model", "config"), "it has no model_type", "write one, such as model_type: llama")
+    if model.lora is not None and model.path is None:
+        yield Problem(("model", "lora"), "there is no pretrained model to adapt", "give model.path, or set it to null")
     if model.config is not None and config.data.tokenizer is None:
         mend = "set data.tokenizer to bytes, a folder or a hub name"
         yield Problem(("model", "config"), "a model built here has no tokenizer of its own", mend)
@@ -70,6 +72,8 @@ def _model(config: Config) -> Iterator[Problem]:
 
 def _weights(config: Config) -> Iterator[Problem]:
     place = ("model", "dtype")
+    if config.model.lora is not None:
+        return  # they are frozen, and the adapters are float32 whatever they are
     if config.model.dtype == "float16":
         mend = "write float32, with training.precision: fp16"
         yield Problem(place, "float16 weights cannot be trained", mend)

@@ -57,6 +57,9 @@ class Plan(EventBase):
     lr_ramp: LearningRateRamp | None = None
     skip_batches: tuple[SkippedBatches, ...] = ()
     accept_level: float | None = None
+    reset_moments: bool = False
+    rewarm_steps: int | None = None
+    reset_from: int | None = None
     quarantine: tuple[str, ...] = ()
     where: Where
     cost: Cost = Cost(steps_repeated=0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from supervisor.attempts import Rules, begin, plan_attempt, run_scale
+from supervisor.attempts import Rules, begin, fresh_moments, plan_attempt, run_scale
 from supervisor.batches import are_near, as_skips, in_words, positions_of, trained_on
 from supervisor.decision import Decision, GiveUp
 from supervisor.journal import AttemptDecided, Rollback, VerdictSeen
@@ -54,10 +54,10 @@ def answer_verdict(run: RunState, seen: Observation, rules: Rules, verdict: Verd
         return GiveUp(f"{reason}; the last: {verdict.reason}", tried=run.tried)
     if answer is None:
         answer = _restore_elsewhere(run, seen, verdict) or _lower_the_rate(run, seen, rules, verdict)
-    return begin(run, seen, rules, _plan(run, seen, verdict, answer))
+    return begin(run, seen, rules, _plan(run, seen, rules, verdict, answer))
 
 
-def _plan(run: RunState, seen: Observation, verdict: VerdictSeen, answer: Answer) -> AttemptDecided:
+def _plan(run: RunState, seen: Observation, rules: Rules, verdict: VerdictSeen, answer: Answer) -> AttemptDecided:
     start = _manifest(seen, answer.target)
     place = checkpoint_name(answer.target.step) if start is not None else "scratch"
     reason = f"{verdict.reason}; back to {place} at {answer.scale:g} of the rate: {answer.why}"
@@ -73,7 +73,8 @@ def _plan(run: RunState, seen: Observation, verdict: VerdictSeen, answer: Answer
     skipped = as_skips([*positions_of(plan.skip_batches), *positions_of(answer.skip_batches)])
     level = answer.accept_level if answer.accept_level is not None else plan.accept_level
     changes = {"rollback": rollback, "lr_ramp": answer.lr_ramp, "skip_batches": skipped, "accept_level": level}
-    return plan.model_copy(update=changes)
+    is_same_rate = answer.is_bad_restore or answer.accept_level is not None
+    return plan.model_copy(update=changes | ({} if is_same_rate else fresh_moments(rules, plan.resume_step)))
 
 
 def _cause(verdict: VerdictSeen, answer: Answer) -> Cause:

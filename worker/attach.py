@@ -21,11 +21,12 @@ from worker.beginning import begin, prove_random_states
 from worker.contract.claim import FencedError, check_claim
 from worker.contract.loss_history import ACTED, BatchPosition
 from worker.evaluation import evaluate_both, evaluated, evaluated_at, evaluation_is_missing
-from worker.fits import checked_optimizer, refuse_other_model
+from worker.fits import checked_optimizer, refuse_other_backend, refuse_other_model
 from worker.guard import innermost, why_unguarded
 from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
 from worker.judgement import GRAVITY, Judgement, worse
 from worker.leaving import AlreadyTrainedError, AskedToLeaveError, VerdictError
+from worker.lora import base_of, refuse_other_base
 from worker.order import EpochOrder
 from worker.publish import publish_if_best
 from worker.pulse import Heart
@@ -33,6 +34,7 @@ from worker.rates import configured_rates
 from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_what_cannot_repeat
 from worker.saving import save_checkpoint
 from worker.segment import Segment
+from worker.shards import refuse_silent_fallback
 from worker.spikes import Detector
 from worker.staging import clear_staging
 from worker.tap import Measured, StepTap
@@ -51,8 +53,13 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     refuse_untested(transformers.__version__)
     refuse_other_samplers(trainer)
     refuse_what_cannot_repeat(trainer)
+    refuse_silent_fallback(trainer)
+    model = cast(torch.nn.Module, trainer.model)
+    base = world.from_rank_zero(lambda: base_of(model))
     if chosen is not None:
-        refuse_other_model(chosen.folder, cast(torch.nn.Module, trainer.model))
+        refuse_other_backend(chosen.manifest.files, trainer)
+        refuse_other_base(chosen.manifest.base, base)
+        refuse_other_model(chosen.folder, model)
     order = EpochOrder(
         samples=cast(Sized, trainer.train_dataset),
         global_batch=args.train_batch_size * args.gradient_accumulation_steps * world.world_size(),
@@ -70,6 +77,7 @@ def attach(trainer: Trainer, context: Context) -> Attached:
         heart=Heart(
             context.run.pulse(start.attempt, start.restart, start.rank), context.config.recovery.hang_timeout_s
         ),
+        base=base,
     )
     unguarded = why_unguarded(trainer)
     if unguarded is not None:

@@ -9,6 +9,7 @@ from transformers import Trainer
 
 from worker.contract.config import Config
 from worker.contract.directive import Directive
+from worker.contract.manifest import FrozenBase
 from worker.contract.run_dir import RunDir
 from worker.ema import Ema
 from worker.interrupts import RunFiles
@@ -45,6 +46,8 @@ class Attached:
     order: EpochOrder
     detector: Detector
     heart: Heart
+    base: FrozenBase | None = None
+    """What the adapters belong to; None where the whole model is trained."""
     average: Ema | None = None
     files: RunFiles | None = None
     """Rank 0's."""

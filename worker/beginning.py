@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from worker import world
@@ -28,12 +28,13 @@ _log = logging.getLogger(__name__)
 def begin(attached: Attached, peaks: Sequence[float]) -> SegmentStart:
     """Make the Trainer, just loaded, ready for its next step; RefusedError or ProofError where it is not.
 
-    ``peaks`` are the configured rates of the optimizer's groups. Where the directive says so, an attempt that begins
-    from another one's checkpoint leaves its moments behind.
+    ``peaks`` are the configured rates of the optimizer's groups. Where the directive says so, the moments of a
+    checkpoint from before the rollback stay behind.
     """
     trainer, context = attached.trainer, attached.context
     done = trainer.state.global_step
-    rate_after = hold_rates(attached.optimizer, trainer.lr_scheduler, peaks, partial(applied_scale, context.directive))
+    scale = partial(applied_scale, context.directive, begin=done)
+    rate_after = hold_rates(attached.optimizer, trainer.lr_scheduler, peaks, scale)
     if context.config.ema is not None:
         attached.average = Ema(attached.model, context.config.ema)
     if context.chosen is not None:
@@ -42,16 +43,27 @@ def begin(attached: Attached, peaks: Sequence[float]) -> SegmentStart:
     if context.chosen is not None:
         _prove(attached, context.chosen, start)
     prove("learning rate", start.lr_expected, start.lr)
-    if context.directive.reset_moments and context.chosen and context.chosen.manifest.attempt != context.start.attempt:
+    if context.directive.reset_moments and done <= _reset_step(context.directive):
         innermost(attached.optimizer).state.clear()
     return start
 
 
-def applied_scale(directive: Directive, step: int) -> float:
-    """The directive's scale for the update that makes ``step``, warmed up again from where the attempt begins."""
-    begin = checkpoint_step(directive.resume_from or "") or 0
-    rewarmed = min(1.0, (step - begin) / directive.rewarm_steps) if directive.rewarm_steps else 1.0
-    return scale_at(directive, step) * rewarmed
+def applied_scale(directive: Directive, step: int, begin: int) -> float:
+    """The directive's scale for the update that makes ``step``, in a start that begins after ``begin`` steps.
+
+    It warms up again from the step that the rollback went to: an interruption on the way does not begin it anew.
+    """
+    scale = scale_at(directive, step)
+    if directive.rewarm_steps is None:
+        return scale
+    return scale * min(1.0, (step - min(begin, _reset_step(directive))) / directive.rewarm_steps)
+
+
+def _reset_step(directive: Directive) -> int:
+    """The step whose moments are the last that were not dropped; 0 where none are."""
+    if directive.reset_from is not None:
+        return directive.reset_from
+    return checkpoint_step(directive.resume_from or "") or 0
 
 
 def _restore(attached: Attached, chosen: Chosen) -> None:
@@ -129,8 +141,7 @@ def _prove(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
     refuse_changes(settings_of(manifest), attached.settings)
     prove("step", manifest.step, trainer.state.global_step)
     prove("optimizer step count", manifest.optimizer_steps, start.optimizer_steps)
-    if getattr(trainer.accelerator, "scaler", None) is not None:
-        prove("scaler.pt in the checkpoint", True, "scaler.pt" in manifest.files)
+    prove_scaler(getattr(trainer.accelerator, "scaler", None), manifest.files)
     same_platform = False
     if chosen.proof is not None:
         same_platform = chosen.proof.platform == platform_of(trainer.args.device)
@@ -142,6 +153,12 @@ def _prove(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
         prove_probe(manifest.probe_loss, found, same_platform)
     if manifest.world_size != world.world_size() or not same_platform:
         _log.warning("resumed on other hardware or another number of ranks: the same samples, but not bitwise")
+
+
+def prove_scaler(scaler: object, files: Collection[str]) -> None:
+    """ProofError where there is a loss scaler (fp16) and the checkpoint has no state of it: it would begin anew."""
+    if scaler is not None:
+        prove("scaler.pt in the checkpoint", True, "scaler.pt" in files)
 
 
 def prove_random_states(chosen: Chosen | None) -> None:

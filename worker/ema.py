@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from worker.contract.config import EmaConfig
+from worker.shards import let_go_of_the_whole, own_part, part_of_whole, whole_of_parts
 
 FILE_NAME = "ema.safetensors"
 _UPDATES = "num_updates"
@@ -25,13 +26,17 @@ class Ema:
     """The average of every trained parameter, tied ones once; begins as the weights that it is built from.
 
     Float32 whatever the weights are: in bfloat16 a decay of 0.999 never moves anything.  Buffers and frozen
-    parameters are not averaged; they are the model's own.
+    parameters are not averaged; they are the model's own.  Where a parameter is spread over the ranks, so is its
+    average: each rank averages its own part, and ``save``, ``load`` and ``digest`` speak of the whole.
     """
 
     def __init__(self, model: torch.nn.Module, rules: EmaConfig) -> None:
+        if any(hasattr(one, "ds_id") for one in model.parameters()):
+            raise EmaError("ema: DeepSpeed ZeRO-3 keeps the weights where no average can be made; set ema: null")
         self._rules = rules
         self.num_updates = 0
-        self._average = {name: self._placed(one.detach().float().clone()) for name, one in trained(model)}
+        self._like = dict(trained(model))
+        self._average = {name: self._placed(own_part(one.detach()).float().clone()) for name, one in trained(model)}
 
     def _placed(self, one: torch.Tensor) -> torch.Tensor:
         return one.cpu() if self._rules.device == "cpu" else one
@@ -41,7 +46,7 @@ class Ema:
         """Take the weights in when ``step``, the number of finished steps, is a multiple of ``every``."""
         if step % self._rules.every:
             return
-        weights = [self._placed(one.detach()).float() for _, one in trained(model)]
+        weights = [self._placed(own_part(one.detach())).float() for _, one in trained(model)]
         torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self.next_decay())
         self.num_updates += 1
 
@@ -53,21 +58,26 @@ class Ema:
     @contextmanager
     def swapped_into(self, model: torch.nn.Module) -> Iterator[None]:
         """Within the block the model has the average for weights; after it, however it ends, bitwise its own again."""
-        weights = [one.detach() for _, one in trained(model)]
-        own = [one.clone() for one in weights]
+        own = [own_part(one.detach()).clone() for _, one in trained(model)]
         try:
-            _copy(weights, list(self._average.values()))
+            _copy(model, list(self._average.values()))
             yield
         finally:
-            _copy(weights, own)
+            _copy(model, own)
 
-    def save(self, path: Path) -> None:
-        """Write the average and its number of updates to a new file."""
-        tensors = {name: one.contiguous() for name, one in self._average.items()}
-        with open(path, "xb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-        save_file(tensors, path, metadata={_UPDATES: str(self.num_updates)})
-        path.chmod(stat.S_IMODE(mode))  # safetensors leaves 0600, whatever the person's umask says
+    def save(self, path: Path | None) -> str:
+        """Write the average and its number of updates to a new file; its digest.
+
+        Every rank calls it together; one of them gives the path.
+        """
+        kept: dict[str, torch.Tensor] | None = None if path is None else {}
+        digest = self._digest(kept)
+        if path is not None:
+            with open(path, "xb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+            save_file(kept or {}, path, metadata={_UPDATES: str(self.num_updates)})
+            path.chmod(stat.S_IMODE(mode))  # safetensors leaves 0600, whatever the person's umask says
+        return digest
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
@@ -78,31 +88,39 @@ class Ema:
                 updates = int((file.metadata() or {})[_UPDATES])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise EmaError(f"{path}: is no stored average ({error})") from None
-        _check_shapes(path, stored, self._average)
+        _check_shapes(path, stored, self._like)
         for name, one in self._average.items():
-            one.copy_(stored[name])
+            one.copy_(part_of_whole(stored[name], self._like[name]))
         self.num_updates = updates
 
     def digest(self) -> str:
-        """Names the average and its number of updates, bit by bit."""
+        """Names the average and its number of updates, bit by bit; every rank calls it together."""
+        return self._digest(None)
+
+    def _digest(self, kept: dict[str, torch.Tensor] | None) -> str:
+        """The digest; ``kept`` receives the whole tensors, in main memory, on their way."""
         hasher = xxhash.xxh3_128(f"{_UPDATES} {self.num_updates}\n".encode())
-        for name, one in self._average.items():
+        for name, part in self._average.items():
+            one = whole_of_parts(part, self._like[name]).cpu().contiguous()
             hasher.update(f"{name} {tuple(one.shape)}\n".encode())
-            hasher.update(one.cpu().contiguous().numpy().data)
+            hasher.update(one.numpy().data)
+            if kept is not None:
+                kept[name] = one
         return str(hasher.hexdigest())
 
 
-def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """The parameters that are averaged, by name; tied ones under their first name."""
-    return ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+    let_go_of_the_whole(model)
+    return [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
 
 @torch.no_grad()
-def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(into, values)
+def _copy(model: torch.nn.Module, values: list[torch.Tensor]) -> None:
+    torch._foreach_copy_([own_part(one.detach()) for _, one in trained(model)], values)
 
 
-def _check_shapes(path: Path, stored: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
+def _check_shapes(path: Path, stored: dict[str, torch.Tensor], own: dict[str, torch.nn.Parameter]) -> None:
     for name in sorted(stored.keys() | own.keys()):
         if name not in own:
             raise EmaError(f"{path}: holds {name}, which this model does not train")

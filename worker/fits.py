@@ -1,20 +1,27 @@
 """Whether a checkpoint belongs to this model and this optimizer: the Trainer would load what fits and say nothing."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+from transformers import Trainer
 
 from worker.leaving import RefusedError
+from worker.lora import saved_state
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_PLAIN_WEIGHTS = frozenset({_WEIGHTS, _INDEX, "adapter_model.safetensors", "pytorch_model.bin"})
+_ADAPTERS = "adapter_model.safetensors"
+_SHARDS = "pytorch_model_fsdp_0"
+_PLAIN_WEIGHTS = frozenset({_WEIGHTS, _INDEX, _ADAPTERS, "pytorch_model.bin"})
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "momentum", "hessian_moment"})
 
 
@@ -38,39 +45,106 @@ def missing_part(names: Collection[str]) -> str | None:
     return None if tops & _PLAIN_WEIGHTS else _WEIGHTS
 
 
+def _backend_of(names: Collection[str]) -> str:
+    """What wrote a checkpoint with these files."""
+    tops = {name.split("/", 1)[0] for name in names}
+    if any(top.startswith("global_step") for top in tops):
+        return "DeepSpeed"
+    if "pytorch_model_fsdp.bin" in tops:
+        return "FSDP with fsdp_config.state_dict_type FULL_STATE_DICT"
+    return "FSDP with shards" if any(top.startswith("pytorch_model_fsdp") for top in tops) else "plain files"
+
+
+def _backend_now(trainer: Trainer) -> str:
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed"
+    if not trainer.is_fsdp_enabled:
+        return "plain files"
+    is_full = "FULL_STATE_DICT" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+    return "FSDP with fsdp_config.state_dict_type FULL_STATE_DICT" if is_full else "FSDP with shards"
+
+
+def refuse_other_backend(names: Collection[str], trainer: Trainer) -> None:
+    """RefusedError where a checkpoint with these files was written by another way of sharding than this run's."""
+    expected, found = _backend_now(trainer), _backend_of(names)
+    if expected != found:
+        raise RefusedError(
+            f"the checkpoint is of {found}, and this run (training.extra) loads {expected}",
+            what="backend",
+            expected=expected,
+            found=found,
+        )
+
+
 def refuse_other_model(folder: Path, model: torch.nn.Module) -> None:
     """RefusedError where the checkpoint's weights are not, name by name and shape by shape, those of ``model``.
 
-    Sharded weights of FSDP or DeepSpeed and adapters are left to their loaders.
+    DeepSpeed's weights are left to its loader.
     """
-    stored = _stored_shapes(folder)
+    path, stored = _stored_shapes(folder)
     if not stored:
         return
-    own = {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    own = saved_state(model) if path.name == _ADAPTERS else model.state_dict()
+    own = {name: one for name, one in own.items() if isinstance(one, torch.Tensor)}
     aliases = {name: (one.data_ptr(), one.shape) for name, one in own.items()}
     there = {aliases[name] for name in stored if name in own}
     for name, shape in stored.items():
         if name not in own:
-            _refuse(folder / _WEIGHTS, f"holds {name}, which this model does not have")
+            _refuse(path, _unknown_name(name, own.keys() - stored.keys()))
         if shape != tuple(own[name].shape):
-            _refuse(folder / _WEIGHTS, f"{name} is {shape}, and this model's is {tuple(own[name].shape)}")
-    if len(there) < len(stored):
-        _refuse(folder / _WEIGHTS, "holds weights apart that this model ties")
+            _refuse(path, f"{name} is {shape}, and this model's is {tuple(own[name].shape)}{_ANOTHER}")
+    if path.name == _WEIGHTS and len(there) < len(stored):
+        _refuse(path, f"holds weights apart that this model ties{_ANOTHER}")
     for name in own:
         if aliases[name] not in there:
-            _refuse(folder / _WEIGHTS, f"lacks {name}")
+            _refuse(path, f"lacks {name}{_ANOTHER}")
+
+
+_ANOTHER = ": it is a checkpoint of another model"
+
+
+def _unknown_name(name: str, unmet: Collection[str]) -> str:
+    """Why a stored name that the model does not have is refused; ``unmet`` are names that only the model has.
+
+    transformers saves some models, mixtures of experts among them, under other names than they have in memory, and
+    translates when it loads them from the hub. A resume loads by name and would leave those weights as they are.
+    """
+    if not unmet:
+        return f"holds {name}, which this model does not have{_ANOTHER}"
+    return (
+        f"holds {name}, which this model has under no such name, and lacks {min(unmet)}: it is a checkpoint of another "
+        "model, or was saved under the hub's names, which a resume does not translate"
+    )
 
 
 def _refuse(path: Path, why: str) -> None:
-    raise RefusedError(f"{path}: {why}: it is a checkpoint of another model", what="model")
+    raise RefusedError(f"{path}: {why}", what="model")
 
 
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's plain weights, from the headers alone; {} where there are none."""
+def _stored_shapes(folder: Path) -> tuple[Path, dict[str, tuple[int, ...]]]:
+    """Where a checkpoint's weights lie, and their names and shapes, from the headers alone; {} where there are none."""
+    if (folder / _SHARDS).is_dir():
+        return folder / _SHARDS, _shapes_of_shards(folder / _SHARDS)
+    if (folder / _ADAPTERS).exists():
+        return folder / _ADAPTERS, _shapes_in([folder / _ADAPTERS])
+    return folder / _WEIGHTS, _shapes_of_plain(folder)
+
+
+def _shapes_of_shards(folder: Path) -> dict[str, tuple[int, ...]]:
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = ((name, one) for name, one in stored.items() if isinstance(one, TensorStorageMetadata))
+    return {name.removeprefix("model."): tuple(one.size) for name, one in tensors}
+
+
+def _shapes_of_plain(folder: Path) -> dict[str, tuple[int, ...]]:
     files = [folder / _WEIGHTS] if (folder / _WEIGHTS).exists() else []
     if (folder / _INDEX).exists():
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+    return _shapes_in(files)
+
+
+def _shapes_in(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -106,6 +180,9 @@ def checked_optimizer(optimizer: Optimizer, path: Path, expected: tuple[str, int
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         yield
+    except CheckpointException as error:  # what a loader of shards does not find
+        why = next((str(one) for one, _ in error.failures.values()), str(error))
+        _refuse_state(path, f"does not fit this optimizer ({why.splitlines()[0]})")
     finally:
         handle.remove()
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from worker.contract.config import Config, ModelConfig
+from worker.lora import LoraError, with_adapters
 
 _LIBRARY_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError)
 _FILE_ERRORS = (StrictDataclassError, SafetensorError)
@@ -53,7 +54,17 @@ def build_model(config: Config, tokenizer: Any = None, base: Path = Path()) -> P
     if config.data.pack and config.model.attention != "flash_attention_2" and not isolates_documents(model):
         kind = model.config.model_type
         raise ModelError(f"data.pack: in a {kind} model packed documents see each other; set data.pack: false")
-    return model
+    return model if config.model.lora is None else _adapted(config, model)
+
+
+def _adapted(config: Config, model: PreTrainedModel) -> PreTrainedModel:
+    assert config.model.lora is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        try:
+            return with_adapters(model, config.model.lora, config.model.revision)  # type: ignore[no-any-return]
+        except LoraError as error:
+            raise ModelError(str(error)) from None
 
 
 @torch.no_grad()
@@ -76,6 +87,8 @@ def isolates_documents(model: PreTrainedModel) -> bool:
 
 
 def _refuse_half_weights(config: Config) -> None:
+    if config.model.lora is not None:
+        return  # they are frozen, and adapters are float32 whatever they are
     if config.model.dtype == "float16":
         raise ModelError("model.dtype: float16 weights cannot be trained; use float32 with training.precision: fp16")
     if config.model.dtype == "bfloat16" and not config.training.pure_bf16:

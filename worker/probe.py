@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from worker import world
 from worker.fed import batch_of
 from worker.randomness import random_states_aside
+from worker.shards import own_part
 
 _NUM_SAMPLES = 4
 
@@ -42,7 +44,7 @@ def _loss_on(trainer: Trainer, index: int) -> float:
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
-    """Whether every parameter is a number everywhere."""
-    values = (parameter.detach() for parameter in model.parameters() if parameter.numel() > 0)
-    extremes = [extreme.float() for value in values for extreme in torch.aminmax(value)]  # a NaN is both
-    return bool(torch.isfinite(torch.stack(extremes)).all())
+    """Whether every parameter is a number everywhere, on every rank; they call it together."""
+    parts = (own_part(parameter.detach()) for parameter in model.parameters())
+    extremes = [extreme.float() for part in parts if part.numel() > 0 for extreme in torch.aminmax(part)]  # NaN is both
+    return all(world.of_all_ranks(not extremes or bool(torch.isfinite(torch.stack(extremes)).all())))

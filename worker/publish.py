@@ -50,7 +50,11 @@ def _save_model(attached: Attached, folder: Path) -> None:
     generation = getattr(model, "generation_config", None)
     own = getattr(generation, "use_cache", None)
     with replaced(model.config, "use_cache", own) if own is not None else nullcontext():
-        attached.trainer.save_model(str(folder))
+        if attached.trainer.is_fsdp_enabled:  # the Trainer would write nothing where checkpoints are of shards
+            whole = attached.trainer.accelerator.get_state_dict(attached.trainer.model)
+            attached.trainer._save(str(folder), state_dict=whole)
+        else:
+            attached.trainer.save_model(str(folder))
 
 
 def _staged(attached: Attached, name: str) -> Path:

@@ -1,8 +1,11 @@
 """A save: the Trainer writes its own files, ours go beside them, and the whole appears with one rename."""
 
+import inspect
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +51,33 @@ def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any) -
     attached.heart.beat("saving", step)
     staged = context.run.staged(context.start.attempt, context.start.restart, step)
     probe = probe_loss(trainer)
+    are_finite = weights_are_finite(attached.model)
     rng_digests = tuple(world.of_all_ranks(random_digest()))
     own = staged / f"rank-{world.rank()}"  # a folder a rank, so that each knows which files are its own
-    with digesting_torch_save() as digests, replaced(trainer, "_get_output_dir", lambda trial: str(own)):
+    with (
+        digesting_torch_save() as digests,
+        replaced(trainer, "_get_output_dir", lambda trial: str(own)),
+        own_names(attached.model),
+    ):
         original(model, trial)
-    if attached.segment is not None:
-        _write_ours(attached, own / checkpoint_name(step), rng_digests)
+    _write_ours(attached, own / checkpoint_name(step), rng_digests)
     entries = _settle(own, staged, checkpoint_name(step), digests)
     files = {name: entry for of_rank in world.of_all_ranks(entries) for name, entry in of_rank.items()}
-    world.from_rank_zero(lambda: _publish(attached, staged, probe, files))
+    world.from_rank_zero(lambda: _publish(attached, staged, lambda: _manifest(attached, probe, are_finite, files)))
     attached.saved_step = step
     if attached.segment is not None:
         attached.segment.note(save_s=time.monotonic() - began)
     attached.heart.beat("training", step)
+
+
+def own_names(model: Any) -> AbstractContextManager[None]:
+    """Within, the model is saved under the names that it has in memory, which are what a resume loads by.
+
+    transformers would give mixtures of experts, among others, the names that they have on the hub.
+    """
+    if "save_original_format" not in inspect.signature(getattr(model, "save_pretrained", own_names)).parameters:
+        return nullcontext()
+    return replaced(model, "save_pretrained", partial(model.save_pretrained, save_original_format=False))
 
 
 def _settle(own: Path, staged: Path, name: str, digests: Mapping[Path, str]) -> dict[str, FileEntry]:
@@ -73,15 +90,16 @@ def _settle(own: Path, staged: Path, name: str, digests: Mapping[Path, str]) -> 
 
 
 def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) -> None:
-    """Average, detector, proof, and the history byte for byte."""
-    assert attached.segment is not None
-    if attached.average is not None:
-        attached.average.save(folder / EMA)
+    """Average, detector, proof, and the history byte for byte: rank 0's, to whom the others bring their parts."""
+    is_writer = attached.segment is not None
+    ema_digest = attached.average.save(folder / EMA if is_writer else None) if attached.average else None
+    if not is_writer:
+        return
     (folder / DETECTOR).write_text(encode(attached.detector.state()) + "\n", encoding="utf-8")
     proof = Proof(
         rng_digests=rng_digests,
         next_samples=next_samples(attached, attached.trainer.state.global_step),
-        ema_digest=attached.average.digest() if attached.average else None,
+        ema_digest=ema_digest,
         optimizer_facts=optimizer_facts(innermost(attached.optimizer)),
         platform=platform_of(attached.trainer.args.device),
     )
@@ -89,7 +107,7 @@ def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) 
     shutil.copyfile(attached.context.run.history, folder / "loss_history.json")
 
 
-def _manifest(attached: Attached, probe: float | None, files: dict[str, FileEntry]) -> Manifest:
+def _manifest(attached: Attached, probe: float | None, are_finite: bool, files: dict[str, FileEntry]) -> Manifest:
     assert attached.segment is not None
     trainer, context = attached.trainer, attached.context
     step = trainer.state.global_step
@@ -110,22 +128,23 @@ def _manifest(attached: Attached, probe: float | None, files: dict[str, FileEntr
         data_digest=context.data_digest,
         lr_scale=scale_at(context.directive, step),
         skip_batches=context.directive.skip_batches,
-        weights_finite=weights_are_finite(attached.model),
+        weights_finite=are_finite,
         probe_loss=probe,
         optimizer_steps=attached.optimizer_steps,
         versions=versions(),
         files=files,
+        base=attached.base,
     )
 
 
-def _publish(attached: Attached, staged: Path, probe: float | None, files: dict[str, FileEntry]) -> None:
+def _publish(attached: Attached, staged: Path, manifest: Callable[[], Manifest]) -> None:
     """Write the manifest, rename the checkpoint into its place while the claim stands, let the old ones go."""
     assert attached.segment is not None
     assert attached.files is not None
     run, start, step = attached.context.run, attached.context.start, attached.trainer.state.global_step
     folder = staged / checkpoint_name(step)
     sync_folders(folder)
-    publish_message(folder / MANIFEST, _manifest(attached, probe, files))
+    publish_message(folder / MANIFEST, manifest())
     attached.files.check()
     publish_folder(folder, run.checkpoint(step), lambda: bad_checkpoint_place(run, start.attempt, step))
     staged.rmdir()

@@ -17,6 +17,7 @@ from worker.leaving import RefusedError
 from worker.models import build_model, build_tokenizer
 from worker.optimizers import build_optimizer, build_schedule
 from worker.order import batches_an_epoch
+from worker.shards import refuse_old_sharding
 from worker.sophia import Curvature
 
 
@@ -33,9 +34,11 @@ def build_trainer(
     model = build_model(config, tokenizer, base)
     alive()
     try:
+        args = TrainingArguments(**training_fields(run, config, max_steps_of(config, data)))
+        refuse_old_sharding(args)
         trainer = Trainer(
             model=model,
-            args=TrainingArguments(**training_fields(run, config, max_steps_of(config, data))),
+            args=args,
             data_collator=data.collator,
             train_dataset=data.train,
             eval_dataset=data.evaluation,
@@ -43,7 +46,6 @@ def build_trainer(
         )
     except (TypeError, ValueError, ImportError) as error:
         raise RefusedError(f"config.yaml: training: {' '.join(str(error).split())}") from error
-    _refuse_a_silent_fallback(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     _build_when_asked(trainer, config)
@@ -124,9 +126,3 @@ def training_fields(run: RunDir, config: Config, max_steps: int) -> dict[str, An
     if training.optimizer.learning_rate is not None:
         fields["learning_rate"] = training.optimizer.learning_rate
     return {**fields, **training.extra}
-
-
-def _refuse_a_silent_fallback(trainer: Trainer) -> None:
-    """On a CPU the Trainer takes FSDP for plain DDP without a word."""
-    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
-        raise RefusedError("config.yaml: training.extra.fsdp: was asked for and is not in force on this machine")

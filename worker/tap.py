@@ -11,6 +11,7 @@ from worker import world
 from worker.guard import OwnGradient, innermost, withhold
 from worker.interrupts import Ask
 from worker.judgement import GRAVITY, Judgement
+from worker.shards import whole
 from worker.wrap import wrap
 
 
@@ -81,8 +82,9 @@ class StepTap:
         return loss
 
     def _keep_norm(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._norm = original(*args, **kwargs)
-        return self._norm
+        norm = original(*args, **kwargs)
+        self._norm = whole(norm) if isinstance(norm, torch.Tensor) else norm
+        return norm
 
     def _time_data(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._began = time.monotonic()
@@ -136,6 +138,5 @@ class StepTap:
 def _on_device(number: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:
     """A scalar on the device; filled there, not copied, where it is a plain number. What is not known is NaN."""
     if isinstance(number, torch.Tensor):
-        whole = number.full_tensor() if hasattr(number, "full_tensor") else number
-        return whole.detach().float().reshape(()).to(device)
+        return number.detach().float().reshape(()).to(device)
     return torch.full((), float("nan") if number is None else number, dtype=torch.float32, device=device)

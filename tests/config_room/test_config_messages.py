@@ -53,6 +53,11 @@ LINES = [
         "training.optimizer.name: 'adamx' is none of 'adamw', 'adam', 'sgd', 'lion', 'lamb' or 'sophia'; write adam",
     ),
     (
+        "training.schedule.name=reduce_lr_on_plateau",
+        "training.schedule.name: reduce_lr_on_plateau has no base rate that a rollback could scale: it goes by the "
+        "losses; choose 'cosine', 'linear', 'polynomial', 'constant' or 'warmup_stable_decay'",
+    ),
+    (
         "training.precision=8bit",
         "training.precision: '8bit' is none of 'bf16', 'fp16' or 'fp32'; choose one of these",
     ),
@@ -114,6 +119,7 @@ CONTRADICTIONS = [
     (["cluster.min_time='soon'"], "cluster.min_time"),
     (["cluster.fallback=[{after_s: 60}]"], "cluster.fallback.0"),
     (["data.tokenizer=null"], "model.config"),
+    (["model.lora={r: 8}"], "model.lora"),
     (["training.epochs=1"], "training.max_steps"),
     (["training.max_steps=null"], "training"),
     (["training.schedule.warmup=11"], "training.schedule.warmup"),
@@ -168,6 +174,7 @@ FINE = [
     ["recovery.max_gpu_hours=5", "cluster.gpus_per_node=1"],
     ["recovery.max_gpu_hours=5", "cluster.gres=gpu:2"],
     ["model.dtype=bfloat16", "training.pure_bf16=true"],
+    ["model.config=null", "model.path=gpt2", "data.tokenizer=null", "model.lora={}", "model.dtype=bfloat16"],
     ["spike.warmup=50"],
     ["training.extra={torch_compile: true, fsdp: full_shard}"],
     ["cluster.kind=slurm", "cluster.nodes=2"],
@@ -181,3 +188,16 @@ FINE = [
 @pytest.mark.parametrize("overrides", FINE, ids=map(" ".join, FINE))
 def test_settings_that_go_together(folder: Path, overrides: list[str]) -> None:
     load_config(Path("small.yaml"), overrides)
+
+
+def test_adapters_need_their_package_where_the_worker_runs(
+    folder: Path, findings: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = ["model.config=null", "model.path=gpt2", "data.tokenizer=null", "model.lora={}"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (found,) = findings(*adapted)
+    assert str(found) == (
+        "--set: model.lora: the package peft is not installed here; pip install 'higgsfield-supervisor[lora]', or set "
+        "it to null"
+    )
+    load_config(Path("small.yaml"), [*adapted, "cluster.python=/elsewhere/bin/python"])

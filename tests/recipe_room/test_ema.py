@@ -159,6 +159,13 @@ def test_the_average_of_another_model(tmp_path: Path, other: torch.nn.Module, ex
     assert ema.digest() == digest
 
 
+def test_weights_that_deepspeed_has_taken_away_are_not_averaged() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_id = 0  # type: ignore[assignment]
+    with pytest.raises(EmaError, match=r"^ema: .*; set ema: null$"):
+        Ema(model, EmaConfig())
+
+
 @pytest.mark.parametrize("content", [None, b"", b"no tensors at all"])
 def test_a_file_that_is_no_average(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "ema.safetensors"

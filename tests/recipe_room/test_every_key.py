@@ -28,6 +28,7 @@ BASE: dict[str, Any] = {
     "training": {"max_steps": 20, "eval_every": 5, "optimizer": {"learning_rate": 1e-3}, "precision": "fp32"},
 }
 SGD = {"training.optimizer.name": "sgd"}
+ADAPTED = {"model.config": None, "model.path": "model", "model.lora.targets": "all-linear"}
 EPOCHS = {"training.max_steps": None, "training.epochs": 1.0}
 # Key -> another value; or that and what must be set with it. What the trainer is built from:
 RECIPE: dict[str, Any] = {
@@ -36,6 +37,10 @@ RECIPE: dict[str, Any] = {
     "model.config": {**LLAMA, "num_hidden_layers": 1},
     "model.dtype": ("bfloat16", {"training.pure_bf16": True}),
     "model.attention": "eager",
+    "model.lora.r": (4, ADAPTED),
+    "model.lora.alpha": (8, ADAPTED),
+    "model.lora.dropout": (0.5, ADAPTED),
+    "model.lora.targets": (("q_proj",), ADAPTED),
     "data.train": "other.jsonl",
     "data.eval": "rows.jsonl",
     "data.eval_share": (0.5, {"data.eval": None}),
@@ -64,6 +69,8 @@ RECIPE: dict[str, Any] = {
     "training.schedule.name": "linear",
     "training.schedule.warmup": 5,
     "training.schedule.floor": 0.5,
+    "training.schedule.decay": (0.5, {"training.schedule.name": "warmup_stable_decay"}),
+    "training.schedule.power": (3.0, {"training.schedule.name": "polynomial"}),
     "training.max_grad_norm": None,
     "training.precision": "bf16",
     "training.pure_bf16": (False, {"model.dtype": "bfloat16", "training.pure_bf16": True}),
@@ -138,6 +145,7 @@ def built(config: Config, base: Path, cache: Path) -> Any:
     weights = [one.detach().float().sum().item() for one in model.parameters()]
     return (
         repr(trainer.args), repr(model.config), model.config._attn_implementation, model.dtype, weights,
+        repr(getattr(model, "peft_config", None)),
         type(optimizer).__name__, repr(groups),
         [schedule.lr_lambdas[0](step) for step in range(20)], data.digest, samples.digest(), data.collator,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.recipe_room.recipes import LLAMA, configured
+from worker.lora import base_of
 from worker.models import ModelError, build_model, build_tokenizer, byte_tokenizer, isolates_documents
 
 
@@ -208,3 +209,41 @@ class TestBytes:
 
 
 BYTES = byte_tokenizer()
+
+
+class TestAdapters:
+    def built(self, saved: Path, lora: dict[str, Any] | None = None, **more: Any) -> torch.nn.Module:
+        pytest.importorskip("peft", reason="the extra lora is not installed")
+        return build_model(configured({"path": str(saved), "lora": {"targets": ["q_proj"], **(lora or {})}, **more}))
+
+    def test_they_alone_are_trained_and_are_the_same_at_every_start(self, saved: Path) -> None:
+        before = torch.get_rng_state()
+        first = self.built(saved)
+        assert torch.equal(before, torch.get_rng_state())
+        torch.rand(1)
+        again = self.built(saved)
+        trained = {name: one for name, one in first.named_parameters() if one.requires_grad}
+        assert len(trained) == 4
+        assert all("q_proj.lora_" in name for name in trained)
+        assert all(torch.equal(one, dict(again.named_parameters())[name]) for name, one in trained.items())
+
+    def test_a_base_in_half_precision_is_no_half_training(self, saved: Path) -> None:
+        model = self.built(saved, dtype="bfloat16")
+        assert {one.dtype for one in model.parameters() if one.requires_grad} == {torch.float32}
+        assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
+
+    def test_the_base_is_named_by_its_weights_alone(self, saved: Path) -> None:
+        first, other = base_of(self.built(saved)), base_of(self.built(saved, {"r": 3, "targets": "all-linear"}))
+        assert first == other
+        changed = self.built(saved)
+        with torch.no_grad():
+            next(one for one in changed.parameters() if not one.requires_grad).view(torch.int32)[0, 0] ^= 1
+        assert base_of(changed) != first
+
+    def test_a_layer_that_the_model_does_not_have_is_named(self, saved: Path) -> None:
+        assert "model.lora.targets: Target modules" in error_of(self.built, saved, {"targets": ["no_such_proj"]})
+
+    def test_without_peft_one_line_says_how_to_get_it(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        message = error_of(build_model, configured({"path": str(saved), "lora": {}}))
+        assert message == "model.lora: the package peft is not installed; pip install 'higgsfield-supervisor[lora]'"

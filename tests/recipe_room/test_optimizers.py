@@ -1,15 +1,18 @@
 """Optimizers and schedules: which parameters decay, and the exact rate of every update."""
 
+import math
 import sys
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import pytorch_optimizer
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import get_cosine_with_min_lr_schedule_with_warmup
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_polynomial_decay_schedule_with_warmup
 
 from tests.recipe_room.recipes import configured
 from worker.contract.config import STARTING_RATES, ScheduleConfig
@@ -19,6 +22,8 @@ from worker.models import build_model
 from worker.optimizers import build_optimizer, build_schedule, schedule_factor
 from worker.rates import configured_rates, hold_rates
 from worker.sophia import Curvature, gauss_newton_bartlett
+
+SCHEDULES = get_args(ScheduleConfig.model_fields["name"].annotation)
 
 
 def built(model: torch.nn.Module, **optimizer: Any) -> torch.optim.Optimizer:
@@ -202,23 +207,80 @@ def test_warmup_is_a_share_below_one_and_steps_from_one_on(warmup: float, steps:
     assert factors == [step / steps for step in range(steps)] + [1.0] * (1000 - steps)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "polynomial", "warmup_stable_decay"])
 def test_it_ends_at_the_floor_and_stays_there(name: str) -> None:
     rules = schedule(name=name, warmup=0.1, floor=0.25)
-    assert schedule_factor(rules, 55, 100) == pytest.approx(0.625)
+    middle = {"cosine": 0.625, "linear": 0.625, "polynomial": 0.4375, "warmup_stable_decay": 1.0}
+    assert schedule_factor(rules, 55, 100) == pytest.approx(middle[name])
     assert [schedule_factor(rules, step, 100) for step in (100, 101, 5000)] == [0.25] * 3
 
 
 @given(
-    st.sampled_from(["cosine", "linear", "constant"]),
+    st.sampled_from(SCHEDULES),
+    st.one_of(st.floats(0, 0.99), st.integers(1, 200).map(float)),
     st.one_of(st.floats(0, 0.99), st.integers(1, 200).map(float)),
     st.floats(0, 1),
     st.integers(1, 100),
     st.integers(0, 300),
 )
-def test_the_factor_is_a_share(name: str, warmup: float, floor: float, max_steps: int, step: int) -> None:
-    factor = schedule_factor(schedule(name=name, warmup=warmup, floor=floor), step, max_steps)
+def test_the_factor_is_a_share(name: str, warmup: float, decay: float, floor: float, max_steps: int, step: int) -> None:
+    rules = schedule(name=name, warmup=warmup, decay=decay, floor=floor)
+    factor = schedule_factor(rules, step, max_steps)
     assert 0.0 <= factor <= 1.0 + 1e-12
+    later = schedule_factor(rules, step + 1, max_steps)
+    warms_up = step < (math.ceil(warmup * max_steps) if warmup < 1 else warmup)
+    assert later >= factor if warms_up and warmup <= max_steps else later <= factor + 1e-12 or warms_up
+
+
+@pytest.mark.parametrize(("decay", "steps"), [(0.1, 10), (0.125, 13), (20.0, 20), (95.0, 90)])
+def test_a_stable_rate_falls_linearly_over_the_last_steps(decay: float, steps: int) -> None:
+    rules = schedule(name="warmup_stable_decay", warmup=0.1, decay=decay, floor=0.5)
+    factors = [schedule_factor(rules, step, 100) for step in range(101)]
+    assert factors[: 101 - steps] == [step / 10 for step in range(10)] + [1.0] * (91 - steps)
+    assert factors[101 - steps :] == pytest.approx([1 - 0.5 * fallen / steps for fallen in range(1, steps + 1)])
+
+
+def test_a_polynomial_is_that_of_transformers_and_of_power_one_a_line() -> None:
+    ours = [schedule_factor(schedule(name="polynomial", warmup=5.0, power=3.0), step, 50) for step in range(50)]
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    theirs = get_polynomial_decay_schedule_with_warmup(optimizer, 5, 50, lr_end=0.1, power=3.0)
+    assert ours == pytest.approx([theirs.lr_lambdas[0](step) for step in range(50)])
+    line = schedule(name="linear", warmup=5.0)
+    assert [schedule_factor(schedule(name="polynomial", warmup=5.0, power=1.0), step, 50) for step in range(50)] == [
+        schedule_factor(line, step, 50) for step in range(50)
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_scaled_absolutely_however_often_it_is_resumed(name: str) -> None:
+    rules, steps = schedule(name=name, warmup=4.0, decay=6.0), 20
+
+    def begun() -> tuple[torch.optim.Optimizer, LambdaLR]:
+        layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+        groups = [{"params": layer.parameters(), "lr": rate} for layer, rate in zip(layers, (0.3, 0.07), strict=True)]
+        optimizer = torch.optim.SGD(groups)
+        return optimizer, build_schedule(optimizer, rules, steps)
+
+    def rates(scale: Callable[[int], float], resumed_at: Collection[int] = ()) -> list[list[float]]:
+        optimizer, plan = begun()
+        peaks, found = configured_rates(optimizer), []
+        hold_rates(optimizer, plan, peaks, scale)
+        for step in range(steps):
+            if step in resumed_at:
+                stored = optimizer.state_dict(), plan.state_dict()
+                optimizer, plan = begun()
+                optimizer.load_state_dict(stored[0])
+                plan.load_state_dict(stored[1])
+                hold_rates(optimizer, plan, peaks, scale)
+            found.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            plan.step()
+        return found
+
+    configured = [[peak * schedule_factor(rules, step, steps) for peak in (0.3, 0.07)] for step in range(steps)]
+    assert rates(lambda step: 1.0, resumed_at=(3, 11)) == configured
+    halved = rates(lambda step: 0.5 if step > 7 else 1.0, resumed_at=(7, 8, 12, 17))
+    assert halved == configured[:7] + [[rate * 0.5 for rate in one] for one in configured[7:]]
 
 
 def test_every_update_has_the_rate_that_transformers_would_give_it() -> None:

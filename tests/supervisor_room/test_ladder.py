@@ -9,7 +9,7 @@ import pytest
 from supervisor.journal import NodeStruck, RolledBack
 from tests.supervisor_room.stage import Stage
 from worker.contract.directive import SkippedBatches
-from worker.contract.exit_report import Outcome
+from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import publish_message
 from worker.contract.manifest import MANIFEST
 
@@ -262,23 +262,44 @@ def test_the_rate_is_held_and_ramps_back_from_an_absolute_step_through_everythin
     assert stage.directive.lr_ramp.from_step == 160
 
 
-def test_moments_and_a_new_warmup_are_the_rollback_s_and_not_of_what_follows(tmp_path: Path) -> None:
-    stage = laid_out(tmp_path, reset_moments=True, rewarm_steps=7)
-    assert (stage.directive.reset_moments, stage.directive.rewarm_steps) == (False, None)
-    stage.spike(138, onset=136)
-    assert (stage.directive.reset_moments, stage.directive.rewarm_steps) == (True, 7)
-    stage.train(150)
-    stage.settle()
-    stage.leave(Outcome.CRASHED)
-    stage.settle()
-    assert (stage.directive.reset_moments, stage.directive.rewarm_steps) == (False, None)
-
-
 def test_the_rate_has_a_floor(tmp_path: Path) -> None:
     stage = laid_out(tmp_path, min_lr_scale=0.3)
     for again in range(3):
         stage.spike(138, onset=136, loss=9.0 * 2**again)
     assert [event.lr_scale for event in rollbacks(stage)] == [0.5, 0.3, 0.3]
+
+
+def test_moments_are_dropped_from_an_absolute_step_and_again_where_it_goes_further_back(tmp_path: Path) -> None:
+    stage = laid_out(tmp_path, reset_moments=True, rewarm_steps=40)
+    stage.spike(138, onset=136)
+    told = rollbacks(stage)[-1]
+    assert (told.reset_moments, told.rewarm_steps, told.reset_from) == (True, 40, 130)
+    stage.train(150)
+    stage.settle()
+    stage.leave(Outcome.CRASHED)
+    stage.settle()
+    directive = stage.directive
+    assert (directive.cause, directive.resume_from) == ("crash", "checkpoint-150")
+    assert (directive.reset_moments, directive.rewarm_steps, directive.reset_from) == (True, 40, 130)
+    stage.claim()
+    stage.spike(159, onset=157, probe=1.001)
+    assert stage.directive.cause == "refused"  # a bad restore: the same rate, the next older checkpoint
+    assert (stage.directive.resume_from, stage.directive.reset_from) == ("checkpoint-140", 130)
+    stage.spike(148, onset=146)
+    assert (stage.directive.resume_from, stage.directive.reset_from) == ("checkpoint-130", 130)
+    stage.leave(Outcome.REFUSED, error=ErrorDetail(type="ProofError", message="probe loss", what="probe loss"))
+    stage.settle()
+    assert (stage.directive.resume_from, stage.directive.reset_from) == ("checkpoint-120", 120)
+    assert stage.directive.reset_moments
+
+
+def test_moments_stay_where_nothing_asks_to_drop_them_and_from_scratch(tmp_path: Path) -> None:
+    kept, scratch = laid_out(tmp_path / "kept"), laid_out(tmp_path / "scratch", reset_moments=True, rewarm_steps=4)
+    kept.spike(138, onset=136)
+    scratch.spike(8, onset=6)
+    for stage in (kept, scratch):
+        directive = stage.directive
+        assert (directive.reset_moments, directive.rewarm_steps, directive.reset_from) == (False, None, None)
 
 
 # -- one rank alone ----------------------------------------------------------------------------------------------------

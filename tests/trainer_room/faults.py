@@ -4,9 +4,12 @@
 kills a real process at every boundary of the save after that step. ``nan_weights``: N poisons the weights before step
 N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the attempt and
 clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite, gradient and
-all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is.
+all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes loss and
+gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``tells_base``: in the end, the digest of the
+frozen weights is in the file base.
 """
 
+import functools
 import math
 import os
 import random
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 import worker.attach
@@ -28,6 +33,7 @@ import worker.train
 from tests.trainer_room import launch
 from worker.attached import Attached
 from worker.contract.claim import Claim, take_claim
+from worker.lora import base_of
 from worker.staging import clear_staging
 from worker.wrap import wrap
 
@@ -38,6 +44,8 @@ def inject_more(faults: dict[str, Any]) -> None:
     """Have this process's trainer meet these faults too."""
     if "umask" in faults:
         os.umask(faults["umask"])
+    if "fsdp_on_cpu" in faults:
+        _shard_on_cpu()
     attach: Callable[..., Attached] = worker.train.attach
 
     def attach_with_more(trainer: Any, context: Any) -> Attached:
@@ -53,6 +61,18 @@ def inject_more(faults: dict[str, Any]) -> None:
         wrap(worker.saving, "_write_ours", _be_superseded)
     if "kill_in_save" in faults:
         _kill_in_save(*faults["kill_in_save"])
+
+
+def _shard_on_cpu() -> None:
+    """Have accelerate answer a wish for FSDP on a CPU as it does on a GPU; all else is its own, on gloo."""
+
+    def begin(original: Callable[..., None], state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            state.fsdp_plugin = fsdp_plugin
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = functools.partialmethod(functools.partial(begin, AcceleratorState.__init__))
 
 
 def _be_superseded(original: Callable[..., None], attached: Attached, *args: Any) -> None:
@@ -100,11 +120,19 @@ class Moments(TrainerCallback):
         self._at = (step, moment) if rank == attached.context.start.rank else None
         self._signal = number
         self._nan_weights = faults.get("nan_weights")
+        self._base_path = attached.context.run.path / "base" if faults.get("tells_base") else None
         self._step = 0
         trainer = attached.trainer
+        wrap(trainer, "compute_loss", self._spoil)
+        self._nan_step, nan_rank = faults.get("nan_rank", (None, None))
+        self._spoils = nan_rank == attached.context.start.rank
         wrap(trainer, "training_step", self._before("micro"))
         wrap(trainer, "evaluate", self._before("evaluate"))
         wrap(trainer, "_save_checkpoint", self._before("save"))
+
+    def _spoil(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(model, *args, **kwargs)
+        return loss * float("nan") if self._spoils and model.training and self._step == self._nan_step else loss
 
     def _before(self, moment: str) -> Callable[..., Any]:
         def around(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +158,12 @@ class Moments(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._comes("end")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._base_path is not None:
+            base = base_of(kwargs["model"])
+            assert base is not None
+            self._base_path.write_text(base.digest)
 
 
 # -- a kill at every boundary of one save --------------------------------------------------------------------------

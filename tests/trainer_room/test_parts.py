@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from worker.beginning import prove_scaler
 from worker.checkpoints import file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.config import CheckpointConfig
@@ -201,6 +202,25 @@ def test_the_probe_is_exact_on_the_same_platform_and_tolerant_elsewhere() -> Non
     for expected, found, is_same in [(2.0, 2.0000001, True), (2.0, 2.1, False), (2.0, None, False)]:
         with pytest.raises(ProofError, match="probe loss"):
             prove_probe(expected, found, is_same_platform=is_same)
+
+
+def test_a_devices_random_state_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = [torch.tensor([7], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.random, "get_rng_state", lambda: device[0])
+    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state: device.__setitem__(0, state))
+    before = random_digest()
+    with random_states_aside():
+        device[0] = torch.tensor([8], dtype=torch.uint8)
+        assert random_digest() != before
+    assert random_digest() == before
+
+
+def test_a_loss_scale_never_begins_anew() -> None:
+    prove_scaler(None, {"optimizer.pt"})
+    prove_scaler(torch.amp.GradScaler("cpu"), {"optimizer.pt", "scaler.pt"})
+    with pytest.raises(ProofError, match=r"scaler\.pt in the checkpoint is False"):
+        prove_scaler(torch.amp.GradScaler("cpu"), {"optimizer.pt"})
 
 
 def test_what_is_done_aside_leaves_no_trace() -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from tests.trainer_room.rig import TINY, Rig, same_end
+from tests.trainer_room.rig import TINY, Rig, same_end, weights
 from worker.checkpoints import digest_of
 from worker.contract.files import publish_message
 from worker.contract.manifest import MANIFEST, Manifest, complete_manifest
+from worker.fits import refuse_other_model
+from worker.leaving import RefusedError
+from worker.optimizers import schedule_factor
 from worker.order import EpochOrder
 
 pytestmark = pytest.mark.training
@@ -216,21 +220,63 @@ def test_the_rate_is_absolute_at_the_very_first_step_and_after_every_resume(make
     assert state["log_history"][-1]["learning_rate"] == configured[12] * 0.5
 
 
+def test_a_ramp_is_counted_from_where_the_rollback_went_through_every_later_start(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.start(pause_at=[5])
+    rig.pauses(5)
+    rig.is_killed()
+    told = {"lr_scale": 0.25, "lr_ramp": {"from_step": 4, "hold_steps": 2, "ramp_steps": 4, "to": 0.75}}
+    rig.direct(attempt=2, resume_from="checkpoint-4", **told)
+    rig.start(attempt=2, die_at=[7, "begin", signal.SIGTERM, 0])
+    rig.ends(21)
+    rig.start(attempt=2, restart=1, die_at=[9, "begin", signal.SIGTERM, 0])
+    rig.ends(21)
+    rig.direct(attempt=3, cause="preempted", resume_from="checkpoint-9", **told)
+    rig.finish(attempt=3)
+    scales = {5: 0.25, 6: 0.25, 7: 0.375, 8: 0.5, 9: 0.625, 10: 0.75, 11: 0.75, 12: 0.75}
+    records = rig.history()[4:]
+    assert [record.segment for record in records] == [2, 2, 2, 3, 3, 4, 4, 4]
+    schedule = rig.config.training.schedule
+    assert {record.step: record.lr for record in records} == {
+        step: 1e-2 * (schedule_factor(schedule, step - 1, 12) * scale) for step, scale in scales.items()
+    }
+
+
+def test_a_mixture_of_experts_is_saved_under_the_names_that_a_resume_loads_by(make_rig: Callable[..., Rig]) -> None:
+    experts = {**TINY, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    undisturbed, disturbed = (make_rig(name, model={"config": experts}) for name in ("undisturbed", "disturbed"))
+    undisturbed.finish()
+    disturbed.start(die_at=[6, "end", signal.SIGKILL, 0])
+    disturbed.ends(-signal.SIGKILL)
+    disturbed.finish(restart=1)
+    same_end(undisturbed, disturbed)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in weights(undisturbed.run.checkpoint(12))
+    assert "model.layers.0.block_sparse_moe.experts.1.w1.weight" in weights(undisturbed.run.final)
+
+    folder = disturbed.run.checkpoint(8)
+    model = AutoModelForCausalLM.from_pretrained(undisturbed.run.final)
+    refuse_other_model(folder, model)
+    model.save_pretrained(folder)  # as a plain Trainer saves it
+    with pytest.raises(RefusedError, match=r"under the hub's names, which a resume does not translate"):
+        refuse_other_model(folder, model)
+
+
 def test_moments_are_dropped_and_the_rate_warmed_up_again_where_that_is_asked_for(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
     rig.start(pause_at=[5])
     rig.pauses(5)
     rig.is_killed()
-    rig.direct(attempt=2, resume_from="checkpoint-4", reset_moments=True, rewarm_steps=4)
-    rig.start(attempt=2, pause_at=[9])
-    rig.pauses(9)
-    rig.is_killed()
-    rig.finish(attempt=2, restart=1)
+    told = {"reset_moments": True, "rewarm_steps": 5, "reset_from": 4}
+    rig.direct(attempt=2, resume_from="checkpoint-4", **told)
+    rig.start(attempt=2, die_at=[7, "begin", signal.SIGTERM, 0])
+    rig.ends(21)
+    rig.direct(attempt=3, cause="preempted", resume_from="checkpoint-7", **told)
+    rig.finish(attempt=3)
     undisturbed = make_rig("undisturbed")
     undisturbed.finish()
     configured = {record.step: record.lr for record in undisturbed.history()}
     for record in rig.history()[4:]:
-        assert record.lr == pytest.approx(configured[record.step] * min(1.0, (record.step - 4) / 4), rel=1e-12)
+        assert record.lr == pytest.approx(configured[record.step] * min(1.0, (record.step - 4) / 5), rel=1e-12)
     assert complete_manifest(rig.run.checkpoint(12)).optimizer_steps == 8
 
 

@@ -36,6 +36,19 @@ class RunConfig(Section):
     """Folder that holds the run folders; relative to where the command is given."""
 
 
+class LoraConfig(Section):
+    """Adapters that are trained in place of the model, through peft."""
+
+    r: Positive = 16
+    """Rank of each adapter."""
+    alpha: Positive = 32
+    """Adapters count ``alpha / r``."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """On the way into each adapter."""
+    targets: str | Annotated[tuple[str, ...], Field(strict=False)] = "all-linear"
+    """Layers that get one, by the ends of their names; ``all-linear`` = all but the output layer."""
+
+
 class ModelConfig(Section):
     """What is trained."""
 
@@ -49,6 +62,8 @@ class ModelConfig(Section):
     """Type of the weights; bf16 training means autocast over float32 weights."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention implementation."""
+    lora: LoraConfig | None = None
+    """Adapters in place of full training, of a model from ``path``; null = off."""
 
 
 class DataConfig(Section):
@@ -129,10 +144,14 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the run: warmup from zero, then down to ``floor`` of the peak."""
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warmup; constant ignores ``floor``."""
+    name: Literal["cosine", "linear", "polynomial", "constant", "warmup_stable_decay"] = "cosine"
+    """Shape after the warmup; constant ignores ``floor``, warmup_stable_decay is constant until its last steps."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
     """Below 1 a share of all steps, else a number of steps."""
+    decay: Annotated[float, Field(ge=0)] = 0.1
+    """warmup_stable_decay: how long it falls at the end, linearly; below 1 a share of all steps, else steps."""
+    power: Annotated[float, Field(gt=0)] = 2.0
+    """polynomial: of the share of the way that is left."""
     floor: Share = 0.1
     """Share of the peak at the last step."""
 
@@ -240,9 +259,9 @@ class SpikeRecovery(Section):
     ramp_to: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Where the ramp ends."""
     reset_moments: bool = False
-    """Whether a rollback leaves the optimizer's moments behind."""
+    """Drop the optimizer's moments at each rollback."""
     rewarm_steps: Positive | None = None
-    """Steps over which a rollback brings the rate up from zero again; an interruption among them ends that."""
+    """Warm the rate up again over so many steps after each rollback; null = off."""
     skip: Literal["repeat", "always", "never"] = "repeat"
     """Whether the batches of a spike are left out: when it comes again at the same ones, at once, or never; at most
     1 % of all batches of the run."""

@@ -60,6 +60,7 @@ class Directive(Message):
     skip_batches: tuple[SkippedBatches, ...] = ()
     reset_moments: bool = False
     rewarm_steps: int | None = None
+    reset_from: int | None = None
     cause: Cause
     reason: str
     time: float

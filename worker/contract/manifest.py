@@ -21,6 +21,14 @@ class FileEntry(Message):
     xxh128: str
 
 
+class FrozenBase(Message):
+    """The frozen weights that a checkpoint's adapters belong to; the xxh3 128-bit digest of their values, in hex."""
+
+    name: str
+    revision: str | None
+    digest: str
+
+
 class Manifest(Message):
     """Written last, after all files of the checkpoint are durable. ``epoch`` counts fractions of an epoch."""
 
@@ -46,6 +54,7 @@ class Manifest(Message):
     optimizer_steps: int
     versions: dict[str, str]
     files: dict[str, FileEntry]
+    base: FrozenBase | None = None
     adopted: bool = False
 
 

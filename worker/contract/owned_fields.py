@@ -103,6 +103,10 @@ OWNED_FIELDS: dict[str, str] = {
 """Name of the field -> what to do instead, as the end of a message."""
 
 
+SCHEDULES_WITHOUT_BASE_RATE = ("reduce_lr_on_plateau", "greedy")
+"""Names of transformers' schedules that go by the losses, so that no rollback could scale them."""
+
+
 def refused_fields(names: Iterable[str]) -> list[tuple[str, str]]:
     """Of the names under ``training.extra``: those that are refused, each with what to do instead."""
     return [(name, OWNED_FIELDS[name]) for name in names if name in OWNED_FIELDS]
