@@ -26,7 +26,7 @@ OWNED_FIELDS: dict[str, str] = {
     # The optimizer and its rate: what a rollback scales.
     "learning_rate": "set training.optimizer.learning_rate",
     "optim": _OPTIMIZER,
-    "optim_args": _OPTIMIZER,
+    "optim_args": "set training.optimizer.args",
     "optim_target_modules": _OPTIMIZER,
     "weight_decay": "set training.optimizer.weight_decay",
     "adam_beta1": "set training.optimizer.betas",
