@@ -23,8 +23,8 @@ def follow_queue(run: RunState, seen: Observation, rules: Rules, job: JobStatus)
     if job.state is JobState.PENDING:
         step = (
             _avoid(run, seen, job)
-            or _hurry(run, job)
             or _fit(run, seen, rules, job)
+            or _hurry(run, job)  # after what can only be changed while it waits
             or _fall_back(run, seen, rules, job)
         )
         if step is not None:
@@ -82,10 +82,12 @@ def fitting_limit_s(
 ) -> tuple[float, Reservation | None]:
     """The longest limit in whole minutes that ends a minute before a reservation begins, and that reservation.
 
-    None where the full limit fits. Maintenances count; where there is none, everybody's reservation but ``own``.
+    None where the full limit fits. Maintenances count; where there is none, everybody's reservation but ``own``. Which
+    nodes they take is not looked at: the first that is to come decides, and one under way only where none is.
     """
     coming = [r for r in reservations if r.name != own and r.starts_at is not None and (r.ends_at or math.inf) > now]
     coming = [r for r in coming if r.is_maintenance] or coming
+    coming = [r for r in coming if (r.starts_at or 0.0) > now] or coming
     first = min(coming, key=lambda each: each.starts_at or 0.0, default=None)
     if first is None or first.starts_at is None or now + full_s <= first.starts_at:
         return full_s, None

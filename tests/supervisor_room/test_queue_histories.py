@@ -222,6 +222,7 @@ def maintenance(starts_in: float, lasts: float = HOUR, flags: tuple[str, ...] = 
         ([maintenance(5 * HOUR), maintenance(HOUR, flags=())], 5 * HOUR - MINUTE, True),
         ([maintenance(HOUR, flags=())], HOUR - MINUTE, True),
         ([maintenance(-HOUR, 2 * HOUR)], 0.0, True),
+        ([maintenance(-HOUR, 2 * HOUR), maintenance(5 * HOUR)], 5 * HOUR - MINUTE, True),
         ([maintenance(-2 * HOUR, HOUR)], 10 * HOUR, False),
     ],
 )
@@ -256,10 +257,11 @@ def test_before_a_maintenance_a_job_gets_what_fits_and_the_full_limit_afterwards
     stage.leave(Outcome.LEFT, error=PREEMPTED)
     stage.scheduler.known_reservations = []
     stage.scheduler.set_state(
-        stage.job_id, JobState.PENDING, why="Priority", restarts=1, limit_s=5 * HOUR - MINUTE, nodes=()
+        stage.job_id, JobState.PENDING, why="BeginTime", restarts=1, limit_s=5 * HOUR - MINUTE, nodes=()
     )
     stage.settle()
     assert changes(stage) == [("time_limit", "04:59:00"), ("time_limit", "10:00:00")]
+    assert stage.names.index("StartMoved") > stage.names.index("JobChanged", stage.names.index("JobChanged") + 1)
 
 
 @pytest.mark.parametrize(("starts_in", "min_time"), [(5 * HOUR, None), (20 * MINUTE, "00:30:00")])
