@@ -200,6 +200,9 @@ def rollback(args: argparse.Namespace) -> int:
     if state.is_over:
         print(f"{run_dir.path.name}: {state.state} meanwhile: {state.reason}")
         return _EXIT_CODE_OF_STATE[state.state]
+    if state.plan is not None:
+        start, rate = state.plan.resume_from or "scratch", f"{state.plan.lr_scale:g} of the configured rate"
+        print(f"{run_dir.path.name}: attempt {state.attempt} begins from {start} at {rate}")
     holder = read_holder(run_dir)
     if holder is None or is_gone(holder):
         print(f"{run_dir.path.name}: nobody supervises it from here on: higgsfield resume {run_dir.path}")

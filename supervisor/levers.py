@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from supervisor.lease import describe, is_gone, read_holder
+from supervisor.lease import DEAD_AFTER_S, describe, is_gone, read_holder
 from supervisor.requests import Request
 from supervisor.run_state import RunState
 from supervisor.runs import RunError
@@ -34,10 +34,15 @@ def wait_until_over(run_dir: RunDir) -> bool:
 
 
 def _wait_while_supervised(run_dir: RunDir, is_done: Callable[[], bool]) -> bool:
-    """Whether it is done; False only where nobody lives who would do it."""
+    """Whether it is done; False only where nobody lives who would do it, as far as can be seen from here."""
+    seen, since = None, time.monotonic()
     while not is_done():
         holder = read_holder(run_dir)
         if holder is None or is_gone(holder):
+            return is_done()
+        if (holder.holder, holder.beat) != seen:
+            seen, since = (holder.holder, holder.beat), time.monotonic()
+        elif time.monotonic() - since > DEAD_AFTER_S:
             return is_done()
         time.sleep(_LOOK_EVERY_S)
     return True

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slurm.job import JobState
-from supervisor import cli
+from supervisor import cli, levers
 from supervisor.journal import Pinned, RollbackRequested, RolledBack
 from supervisor.lease import read_holder
 from supervisor.requests import Request
@@ -178,6 +178,18 @@ def test_the_verb_itself_does_it_where_nobody_supervises(tmp_path: Path, capsys:
     assert "checkpoint-20 is kept for good" in capsys.readouterr().out
     assert (stage.names[-1], stage.directive.pinned) == ("Pinned", (20,))
     assert read_holder(stage.run_dir) is None
+
+
+def test_a_supervisor_that_shows_no_sign_of_life_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = training(tmp_path, cluster={"kind": "local"})
+    monkeypatch.setattr(levers, "DEAD_AFTER_S", 0.5)
+    assert cli.main(["pin", str(stage.run_dir.path), "20"]) == cli.HELD  # it lives on this very host, frozen
+    assert f"process {os.getpid()}" in capsys.readouterr().err
+    assert stage.run_dir.request.exists(), "it is carried out when the supervisor goes on"
+    stage.settle()
+    assert stage.directive.pinned == (20,)
 
 
 # -- what the verbs say ------------------------------------------------------------------------------------------------
