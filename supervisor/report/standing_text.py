@@ -69,8 +69,8 @@ def _waits(row: Row, now: float) -> str:
         return row["reason"] or ""
     if job["state"] == "RUNNING":
         return "the worker starts"
-    if row["reason"].startswith(f"job {job['id']} waits"):  # in words, as the supervisor has them
-        return f"{row['reason']}{_expected(job, now)}"
+    if job["because"]:
+        return f"{job['because']}{_expected(job, now)}"
     why = f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
     return f"job {job['id']} is {job['state']}{why}{_expected(job, now)}"
 

@@ -16,8 +16,10 @@ from supervisor.journal import (
     Event,
     Finished,
     GaveUp,
+    HangSeen,
     JobSeen,
     LookRecovered,
+    Plan,
     ProgressMade,
     RolledBack,
     SegmentStarted,
@@ -34,6 +36,8 @@ from worker.contract.loss_history import BatchPosition, LeftOutBatch
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""
+
+_MILESTONES = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)
 
 _WORDS: Final = {
     "RunCreated": "created",
@@ -62,7 +66,7 @@ _WORDS: Final = {
     "Stopped": "STOPPED",
     "GaveUp": "GAVE UP",
 }
-_WORD_WIDTH: Final = 14
+_WORD_WIDTH: Final = 15
 _LABEL_WIDTH: Final = 9
 WIDTH: Final = 110
 """Columns of a log that goes to no terminal."""
@@ -92,7 +96,7 @@ def is_told(event: Event) -> bool:
 
 def is_milestone(event: Event) -> bool:
     """Whether an event belongs to the rollback log proper: attempts, verdicts, and how it ended."""
-    return isinstance(event, VerdictSeen | RolledBack | Continued | WouldHaveDone | Finished | Stopped | GaveUp)
+    return isinstance(event, _MILESTONES)
 
 
 def event_lines(event: Event) -> list[str]:
@@ -125,6 +129,8 @@ def text_of(event: Event) -> str:
             return f"from step {event.from_step} back to {_start(event)}, at {event.lr_scale:g} of the configured rate"
         case Continued():
             return f"attempt {event.attempt} from {_start(event)} ({event.cause}, {_where(event.where)})"
+        case WouldHaveDone():
+            return f"would have begun at {_start(event)}, at {event.lr_scale:g} of the configured rate ({event.cause})"
         case JobSeen() if event.reason:
             is_expected = event.state == "PENDING" and event.starts_at is not None
             expected = f"; Slurm expects it to start at {local_time(event.starts_at or 0.0)}" if is_expected else ""
@@ -156,7 +162,7 @@ def cost_text(cost: Interruption) -> str:
     return text + (kept if cost.kept_node_s else "")
 
 
-def _start(event: RolledBack | Continued) -> str:
+def _start(event: Plan) -> str:
     return event.resume_from or "scratch"
 
 
@@ -219,6 +225,19 @@ def batches_text(batches: tuple[BatchPosition, ...]) -> str:
     return "; ".join([*named[:4], *(["..."] if len(named) > 4 else [])])
 
 
+def _of_observed(event: WouldHaveDone) -> Iterator[Detail]:
+    if event.reason:
+        yield "because", event.reason
+    yield "done", "nothing: recovery.mode is observe"
+
+
+def _of_hang(event: HangSeen) -> Iterator[Detail]:
+    limit = f"the limit is {duration(event.limit_s)}"
+    yield "seen", f"{duration(event.quiet_s)} without a sign in phase {event.phase}, {limit}"
+    if event.stacks:
+        yield "look at", event.stacks
+
+
 def _of_continued(event: Continued) -> Iterator[Detail]:
     if event.reason:
         yield "because", event.reason
@@ -266,6 +285,8 @@ def _of_stopped(event: Stopped) -> Iterator[Detail]:
 _DETAILS: Final[dict[type, Callable[..., Iterator[Detail]]]] = {
     RolledBack: _of_rollback,
     Continued: _of_continued,
+    WouldHaveDone: _of_observed,
+    HangSeen: _of_hang,
     JobSeen: _of_job,
     SegmentStarted: _of_segment,
     WorkerLeft: _of_left,

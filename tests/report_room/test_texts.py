@@ -13,11 +13,20 @@ from typing import Any, get_args
 
 import pytest
 
-from supervisor.journal import Event, EventBase, JobSeen, RolledBack, RunCreated
+from supervisor.journal import Event, EventBase, HangSeen, JobSeen, RolledBack, RunCreated, WouldHaveDone
 from supervisor.report.figures import duration, local_moment, node_hours, share, size
 from supervisor.report.log_text import SinceError, closing_summary, log_lines, since_time
 from supervisor.report.standing_text import detail_lines, list_lines
-from supervisor.report.texts import batches_text, event_lines, is_told, lay_out, word_of
+from supervisor.report.texts import (
+    batches_text,
+    details_of,
+    event_lines,
+    is_milestone,
+    is_told,
+    lay_out,
+    text_of,
+    word_of,
+)
 from supervisor.runs import standing
 from supervisor.views import follow_log, write_journal
 from tests.report_room.snapshots import assert_told
@@ -45,8 +54,21 @@ def test_every_kind_of_event_has_a_line_even_one_that_nobody_thought_of() -> Non
 
     assert word_of(MoonRose()) == "moon rose"  # type: ignore[arg-type]
     [line] = event_lines(MoonRose(reason="it is full", time=BEGIN))  # type: ignore[arg-type]
-    assert line == "2023-11-14 23:13:20 CET  moon rose     it is full"
+    assert line == "2023-11-14 23:13:20 CET  moon rose      it is full"
     assert len({word_of(kind.model_construct()) for kind in get_args(Event)}) == len(get_args(Event))
+
+
+def test_a_hang_and_what_was_only_observed_say_all_there_is() -> None:
+    hang = HangSeen(phase="saving", quiet_s=1860.0, limit_s=1800.0, stacks="attempts/0002/r0", reason="no progress")
+    seen, look, *_ = details_of(hang)
+    assert seen == ("seen", "31 min without a sign in phase saving, the limit is 30 min")
+    assert look == ("look at", "attempts/0002/r0")
+    observed = WouldHaveDone(cause="spike", where="same_allocation", resume_from="checkpoint-80", lr_scale=0.5)
+    assert text_of(observed) == "would have begun at checkpoint-80, at 0.5 of the configured rate (spike)"
+    assert ("done", "nothing: recovery.mode is observe") in details_of(observed)
+    assert all(map(is_milestone, (hang, observed)))
+    widest = max(len(word_of(kind.model_construct())) for kind in get_args(Event) if is_told(kind.model_construct()))
+    assert widest < 15
 
 
 def test_no_file_can_paint_the_terminal_or_forge_a_line() -> None:
@@ -128,11 +150,12 @@ def test_the_summary_of_twenty_thousand_steps_is_quick_and_short() -> None:
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
-WAITING = {"id": "9", "state": "PENDING", "why": "Priority", "nodes": [], "starts_at": BEGIN + 7200, "ends_at": None}
+NOWHERE: dict[str, Any] = {"because": "", "nodes": [], "draining": [], "ends_at": None}
+WAITING = NOWHERE | {"id": "9", "state": "PENDING", "why": "Priority", "starts_at": BEGIN + 7200}
 
 
 def standing_row(**changes: Any) -> dict[str, Any]:
-    job = {"id": "4711", "state": "RUNNING", "why": "", "nodes": ["n1", "n2"], "starts_at": None, "ends_at": None}
+    job = NOWHERE | {"id": "4711", "state": "RUNNING", "why": "", "nodes": ["n1", "n2"], "starts_at": None}
     row: dict[str, Any] = {
         "name": "qwen", "dir": "/runs/qwen", "state": "training", "step": 6720, "max_steps": 20000, "loss": 1.1342,
         "lr_scale": 0.5, "rollbacks": 2, "attempt": 3, "job": job, "since": BEGIN - 12000, "eta": BEGIN + 30000,
@@ -153,9 +176,8 @@ def test_status_tells_each_run_on_one_line() -> None:
         standing_row(
             name="b2",
             state="queued",
-            job=WAITING | {"id": "10"},
+            job=WAITING | {"id": "10", "because": "job 10 waits: other jobs come first (Priority)"},
             eta=None,
-            reason="job 10 waits: other jobs come first (Priority)",
         ),
         standing_row(name="c", state="starting", eta=None, supervisor=None),
         standing_row(name="d", state="finished", step=20000, reason="all 20000 steps are done", **over),
