@@ -19,6 +19,7 @@ from supervisor.report.frame import frame
 from tests.report_room.snapshots import assert_told
 from tests.report_room.stories import Slow, Story, long_records, one_spike, recorded
 from tests.report_room.test_texts import WAITING, standing_row
+from tests.supervisor_room.stage import Stage
 from tests.waiting import eventually
 from worker.contract.loss_history import Record, surviving
 from worker.contract.run_dir import RunDir
@@ -127,9 +128,11 @@ def watched(run: RunDir) -> str:
 def test_it_shows_a_run_that_nobody_supervises_and_leaves_the_terminal_clean(
     terminal: Terminal, tmp_path: Path
 ) -> None:
-    stage = Slow(tmp_path / "with space")
-    stage.start_after(5)
+    stage = Stage(tmp_path / "with space")
+    stage.settle()
+    stage.start_job()
     stage.train(20)
+    stage.settle()
     terminal.shows("ready>")
     terminal.type("echo be", "fore", "Enter")
     terminal.type(watched(stage.run_dir), "Enter")
