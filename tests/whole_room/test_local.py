@@ -196,7 +196,7 @@ def test_status_of_all_runs_and_of_one(eventful: Eventful) -> None:
 def test_status_of_a_run_that_nobody_supervises(eventful: Eventful) -> None:
     [row] = eventful.status_under_way["runs"]
     assert row["supervisor"] == {"host": row["supervisor"]["host"], "pid": eventful.holder, "alive": False}
-    assert set(row["job"]) == {"id", "state", "why", "nodes", "starts_at", "ends_at"}
+    assert set(row["job"]) == {"id", "state", "why", "because", "nodes", "draining", "starts_at", "ends_at"}
     assert row["job"]["state"] == "RUNNING"
     assert row["step"] == eventful.house.those(VerdictSeen)[0].step
 
