@@ -70,7 +70,7 @@ class ScriptContext:
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         self.attached = attach(trainer, replace(self._context, data_digest=digest_of_some(trainer.train_dataset)))
-        trainer.add_callback(LogLines())
+        trainer.add_callback(LogLines(self.attached))
         wrap(trainer, "train", self._train)
 
     def _train(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -101,6 +101,11 @@ class Segment:
         if new.verdict != "ok":
             self._telling.append(new)
 
+    @property
+    def newest(self) -> Record | None:
+        """The last record of the branch."""
+        return self._last[-1] if self._last else None
+
     def branch(self) -> list[Record]:
         """The surviving records that say something about health: all that are not ``ok``, and the last."""
         return [*self._telling, *self._last]

@@ -131,7 +131,7 @@ def _train_as_configured(context: Context, progress: Progress, alive: Callable[[
     if context.start.rank == 0:
         _tell_of_data(context.run, data)
     progress.attached = attached = attach(trainer, replace(context, data_digest=data.digest, locate=data.locate))
-    trainer.add_callback(LogLines())
+    trainer.add_callback(LogLines(attached))
     chosen = context.chosen
     try:
         trainer.train(resume_from_checkpoint=str(chosen.folder) if chosen else None)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -40,6 +41,8 @@ def test_a_history_is_complete_and_is_what_the_trainer_logged(make_rig: Callable
         (step // 3, step % 3) for step in range(12)
     ]
     assert [record.save_s is not None for record in records] == [record.step in (5, 9) for record in records]
+    assert all(record.tokens_per_s and record.step_s and record.data_wait_s is not None for record in records)
+    assert re.search(r"step 12/12 loss \S+ .*tokens/s \S+ step_s \S+ data_wait_s ", rig.processes[0].said())
     for step in (4, 8, 12):
         folder = rig.run.checkpoint(step)
         complete_manifest(folder)
