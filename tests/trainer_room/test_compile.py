@@ -1,4 +1,4 @@
-"""torch.compile, through training.extra: what the Trainer compiles is saved, resumed and proved like any other model."""
+"""torch.compile, through training.extra: a compiled model is saved, resumed and proved like any other."""
 
 import signal
 from collections.abc import Callable
