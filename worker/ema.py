@@ -110,9 +110,14 @@ class Ema:
 
 
 def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that are averaged, by name; tied ones under their first name."""
+    """The parameters that are averaged, by the name that they have without any wrapper; tied ones under their first."""
     let_go_of_the_whole(model)
-    return [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    return [(_unwrapped(name), one) for name, one in model.named_parameters() if one.requires_grad]
+
+
+def _unwrapped(name: str) -> str:
+    """FSDP's checkpointing of activations and torch.compile put a module around others."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from worker.leaving import RefusedError
-from worker.lora import saved_state
+from worker.lora import has_adapters, saved_state
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -84,7 +84,7 @@ def refuse_other_model(folder: Path, model: torch.nn.Module) -> None:
     path, stored = _stored_shapes(folder)
     if not stored:
         return
-    own = saved_state(model) if path.name == _ADAPTERS else model.state_dict()
+    own = saved_state(model) if has_adapters(model) else model.state_dict()
     own = {name: one for name, one in own.items() if isinstance(one, torch.Tensor)}
     aliases = {name: (one.data_ptr(), one.shape) for name, one in own.items()}
     there = {aliases[name] for name in stored if name in own}

@@ -37,9 +37,10 @@ def base(folder: Path, norm: float = 1.0) -> str:
 def adapted(make_rig: Callable[..., Rig], tmp_path: Path) -> Callable[..., Rig]:
     path = base(tmp_path / "base")
 
-    def make(name: str, model: dict[str, Any] | None = None) -> Rig:
+    def make(name: str, model: dict[str, Any] | None = None, fsdp: dict[str, Any] | None = None) -> Rig:
         told = {"config": None, "path": path, "lora": LORA, **(model or {})}
-        return make_rig(name, model=told, data={"tokenizer": None})
+        extra = {} if fsdp is None else {"fsdp": True, "fsdp_config": fsdp}
+        return make_rig(name, model=told, data={"tokenizer": None}, training={"extra": extra})
 
     return make
 
@@ -100,3 +101,21 @@ def test_another_base_and_adapters_for_none_are_refused(adapted: Callable[..., R
         error = changed.error().error
         assert error is not None
         assert (error.what, said in error.message) == (what, True), error.message
+
+
+def test_adapters_of_a_sharded_base_in_half_precision_resume_bitwise(adapted: Callable[..., Rig]) -> None:
+    model = {"dtype": "bfloat16", "lora": {**LORA, "targets": "all-linear"}}
+    fsdp = {"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    undisturbed, disturbed = (adapted(name, model, fsdp) for name in ("undisturbed", "disturbed"))
+    undisturbed.finish(world=2, fsdp_on_cpu=True)
+    disturbed.start(world=2, fsdp_on_cpu=True, die_at=[6, "update", signal.SIGKILL, 1])
+    assert disturbed.processes[1].wait() == -signal.SIGKILL
+    disturbed.is_killed()
+    disturbed.finish(restart=1, world=2, fsdp_on_cpu=True)
+    start = disturbed.history()[4].start
+    assert start is not None
+    assert start.checkpoint == "checkpoint-4"
+    assert disturbed.losses() == undisturbed.losses()
+    for place in ("final", "final/ema"):
+        assert adapters(disturbed.run.path / place) == adapters(undisturbed.run.path / place)
+    loaded(undisturbed.run.final)

@@ -87,12 +87,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_to_no_shard(sharde
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_a_sharded_checkpoint_without_its_optimizer_is_refused(sharded: Callable[..., Rig], kind: str) -> None:
-    rig = sharded("run", training=extra(kind))
+    is_full = kind == "FULL_STATE_DICT"
+    rig = sharded("run", training=extra(kind, activation_checkpointing=is_full))
     rig.start(world=2, fsdp_on_cpu=True, die_at=[5, "end", signal.SIGKILL, 0])
     rig.processes[0].wait()
     rig.is_killed()
     folder = rig.run.checkpoint(4)
-    whole = sharded("whole", training=extra(kind))
+    assert "model.layers.0.mlp.up_proj.weight" in load_file(folder / "ema.safetensors")
+    whole = sharded("whole", training=extra(kind))  # checkpointing of activations changes no name
     shutil.copytree(folder, whole.run.checkpoint(4))
     whole.direct(resume_from="checkpoint-4")
     whole.start(world=2, fsdp_on_cpu=True, die_at=[6, "begin", signal.SIGKILL, 0])
@@ -101,7 +103,7 @@ def test_a_sharded_checkpoint_without_its_optimizer_is_refused(sharded: Callable
     whole.is_killed()
 
     manifest = complete_manifest(folder)
-    lost = "optimizer.bin" if kind == "FULL_STATE_DICT" else "optimizer_0/__1_0.distcp"
+    lost = "optimizer.bin" if is_full else "optimizer_0/__1_0.distcp"
     (folder / lost).unlink()
     rig.direct(attempt=2, resume_from="checkpoint-4")
     rig.finish(23, attempt=2, world=2, fsdp_on_cpu=True)
