@@ -84,9 +84,10 @@ class TestWeights:
             save(folder, seed=step)
             Ema(build_model(configured(MODEL)), EmaConfig()).save(folder / EMA_FILE)
             files = {"model.safetensors": FileEntry(bytes=(folder / "model.safetensors").stat().st_size, xxh128="")}
-            fields = dict.fromkeys(Manifest.model_fields, 1) | {"step": step, "files": files, "versions": {}}
-            told = fields | {"config_digest": "", "data_digest": "", "skip_batches": [], "weights_finite": True}
-            publish_message(folder / MANIFEST, Manifest.model_validate(told | {"adopted": False}))
+            needed = [name for name, field in Manifest.model_fields.items() if field.is_required()]
+            told = dict.fromkeys(needed, 1) | {"step": step, "files": files, "versions": {}, "weights_finite": True}
+            told |= {"config_digest": "", "data_digest": ""}
+            publish_message(folder / MANIFEST, Manifest.model_validate(told))
         (run.checkpoint(12) / "model.safetensors").write_bytes(b"cut")
         assert choose(run, "raw").folder == run.checkpoint(8)
         assert choose(run, "ema").is_average
