@@ -24,6 +24,7 @@ from worker.attached import Attached
 from worker.contract import config as configuration
 from worker.contract.run_dir import RunDir
 from worker.setup import build_trainer
+from worker.wrap import wrap
 
 
 def main() -> NoReturn:
@@ -73,7 +74,9 @@ def _kill_this_process(*_: Any, **__: Any) -> None:
 
 
 class Faults(TrainerCallback):
-    """pause_at: [N] waits after step N's record while paused-N is there. nan_gradient: [step, rank]. spike_at: N."""
+    """pause_at: [N] waits after step N's record while paused-N is there. nan_gradient: [step, rank]. spike_at: N.
+    reward_falls: [step, rank] logs a reward of 1 everywhere, and of 0 from that step on on that rank.
+    """
 
     def __init__(self, attached: Attached, faults: dict[str, Any]) -> None:
         self._attached = attached
@@ -83,6 +86,14 @@ class Faults(TrainerCallback):
         if rank == attached.context.start.rank:
             parameter = next(iter(attached.trainer.model.parameters()))
             parameter.register_hook(lambda gradient: gradient * float("nan") if self._step == step else gradient)
+
+        if "reward_falls" in faults:
+            wrap(attached.trainer, "log", self._log_reward)
+
+    def _log_reward(self, original: Any, logs: dict[str, float], *args: Any) -> None:
+        step, rank = self._faults["reward_falls"]
+        is_low = self._step >= step and rank == self._attached.context.start.rank
+        original({**logs, "reward": 0.0 if is_low else 1.0}, *args)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step = state.global_step + 1

@@ -117,6 +117,18 @@ def test_a_spike_stops_every_rank_at_the_same_step_and_saves_nothing(
     assert complete_manifest(rig.run.checkpoint(6)).step == 6
 
 
+@pytest.mark.parametrize(("rank", "world", "onset"), [(0, 1, 6), (1, 2, 8)])
+def test_a_watched_number_of_any_rank_stops_all_of_them(
+    make_rig: Callable[..., Rig], rank: int, world: int, onset: int
+) -> None:
+    rig = make_rig(spike={"warmup": 4, "patience": 2, "metrics": {"reward": "fall"}})
+    rig.finish(20, world=world, reward_falls=[6, rank])
+    last = rig.history()[-1]
+    assert (last.verdict, last.step, last.onset_step) == ("spike", 8, onset)
+    assert ("reward is 0" in str(last.warnings)) == (rank == 0)
+    assert [rig.error(rank=each).step for each in range(world)] == [8] * world
+
+
 def test_reading_one_step_late_changes_no_record(make_rig: Callable[..., Rig]) -> None:
     at_once, late = make_rig("at_once"), make_rig("late")
     at_once.finish()
