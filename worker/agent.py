@@ -308,7 +308,7 @@ class Agent:
             self.hang = watchdog.seen(process_state(child.pid))
         if end.what in ("hang", "rank_died"):
             take_stacks(child, self._stacks(attempt), self.clock, self.sleep)
-        child.end(self.clock, self.sleep)
+        child.end(end.what in ("hang", "fenced", "parent_died"), self.clock, self.sleep)
         return end
 
     def _stacks(self, attempt: int) -> Path:

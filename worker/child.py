@@ -50,13 +50,14 @@ class Child:
             self._returncode = self._wait()
         return self._returncode
 
-    def end(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> int | None:
-        """End it: SIGTERM, SIGKILL after 10 s; its return code, None where it survived that for 60 s.
+    def end(self, at_once: bool, clock: Callable[[], float], sleep: Callable[[float], None]) -> int | None:
+        """End it: SIGTERM, SIGKILL after 10 s or ``at_once``; its return code, None where it survived that for 60 s.
 
-        A stopped process answers nothing, so it is continued.
+        A stopped process answers nothing, so it is continued. SIGTERM asks a trainer to save and leave, and through it
+        all the others: not one whose answer nobody wants.
         """
         rungs = [((signal.SIGTERM, signal.SIGCONT), TERM_GRACE_S), ((signal.SIGKILL,), KILL_GRACE_S)]
-        for numbers, grace_s in rungs:
+        for numbers, grace_s in rungs[at_once:]:
             for number in numbers:
                 self.send(number)
             if _within(grace_s, lambda: self.poll() is not None, clock, sleep):

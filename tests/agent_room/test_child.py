@@ -54,7 +54,7 @@ def test_a_stopped_trainer_is_continued_so_that_it_can_answer(tmp_path: Path) ->
 
 def test_an_ended_trainer_is_not_asked_for_its_stacks(tmp_path: Path) -> None:
     ended = child(tmp_path, "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(5)); signal.pause()")
-    assert ended.end(clock=lambda: 0.0, sleep=patient()) == -signal.SIGTERM
+    assert ended.end(at_once=False, clock=lambda: 0.0, sleep=patient()) == -signal.SIGTERM
 
 
 def test_stacks_are_waited_for_no_longer_than_they_take_to_write(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_stacks_are_waited_for_no_longer_than_they_take_to_write(tmp_path: Path)
     assert "in waits_here" in stacks.read_text()
     assert process_state(asked.pid).startswith("S (sleeping)")
     assert what_proc_says(asked.pid).startswith(f"thread {asked.pid} python")
-    asked.end(clock=lambda: 0.0, sleep=sleep)
+    asked.end(at_once=True, clock=lambda: 0.0, sleep=sleep)
     assert (process_state(asked.pid), what_proc_says(asked.pid)) == ("", "")
 
 
@@ -129,7 +129,7 @@ def test_an_agent_whose_trainer_survives_sigkill_leaves_and_starts_no_other(
     """No process of a test survives SIGKILL: the ladder is taken away instead, and the trainer ended here."""
     started = []
 
-    def survive(self: Child, clock: object, sleep: object) -> None:
+    def survive(self: Child, at_once: bool, clock: object, sleep: object) -> None:
         started.append(self)
 
     def sleep(seconds: float) -> None:
