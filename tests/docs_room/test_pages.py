@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,7 @@ def sources() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
+@functools.cache
 def messages() -> dict[tuple[str, str], list[str]]:
     """Every kind of message that our code defines, by file and name, with its own fields; imports nothing."""
     classes = [
@@ -97,6 +99,7 @@ def _is_field(node: ast.stmt) -> bool:
     return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
 
 
+@functools.cache
 def section_of_model() -> dict[tuple[str, str], str]:
     """The section that describes each model: the one that names it as `file: Class`."""
     found = {}
@@ -202,6 +205,7 @@ def test_every_key_is_on_the_page_with_its_default() -> None:
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def verbs() -> dict[str, set[str]]:
     """Every verb with its options."""
     (choices,) = [each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction)]
