@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, SchedulerError, choose
+from supervisor.arguments import parser_of
 from supervisor.config import ConfigError, load_config, load_spike
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import HeldError, LostError, is_gone, read_holder
@@ -32,7 +33,7 @@ from supervisor.views import follow_log, show_log, show_milestones, show_standin
 from worker.contract.config import Config
 from worker.contract.config import read as read_config
 from worker.contract.files import UnusableFileError, publish, publish_message
-from worker.contract.inference import Piece, Question, Weights
+from worker.contract.inference import Piece, Question
 from worker.contract.run_dir import RunDir
 
 OK: Final = 0
@@ -355,85 +356,7 @@ def _ask_before_creating(file: Path, config: Config, *, with_supervisor: bool) -
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="higgsfield", description="Submit once, walk away, read the rollback log.")
-    version = importlib.metadata.version("higgsfield-supervisor")
-    parser.add_argument("--version", action="version", version=f"higgsfield {version}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (run, submit, check):
-        of_config = _add(verbs, verb)
-        of_config.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
-        of_config.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; may be given again"
-        )
-        if verb is run:
-            of_config.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
-        if verb is check:
-            of_config.add_argument("--json", action="store_true")
-    _add_detect(verbs)
-    for verb in (status, watch, log, report, stop, resume, rollback, pin, infer, doctor):
-        of_run = _add(verbs, verb)
-        if verb is not doctor:
-            optional = "?" if verb is status else None
-            run_argument = of_run.add_argument(
-                "run", nargs=optional, metavar="RUN", help="a run's folder, or its name under --dir"
-            )
-            run_argument.completer = _names_of_runs  # type: ignore[attr-defined]
-        of_run.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
-        if verb is rollback:
-            of_run.add_argument(
-                "--to", type=int, required=True, metavar="STEP", help="a checkpoint's; 0 = from scratch"
-            )
-            of_run.add_argument(
-                "--lr-scale", type=float, metavar="X", help="share of the configured rate (default: as now)"
-            )
-            of_run.add_argument("--skip", action="store_true", help="leave out all batches since that step")
-        if verb is pin:
-            of_run.add_argument("step", type=int, metavar="STEP", help="a checkpoint's step")
-        if verb in (status, log, doctor):
-            of_run.add_argument("--json", action="store_true")
-        if verb is doctor:
-            of_run.add_argument("--notify", type=Path, metavar="CONFIG", help="send a test to what its `notify` names")
-        if verb is report:
-            of_run.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the run")
-        if verb is infer:
-            _add_sampling(of_run)
-        if verb is log:
-            of_run.add_argument("--since", metavar="TIME", help="2h, 30min, 1d, 17:40, or 2026-11-29 17:40")
-            of_run.add_argument("--follow", action="store_true", help="go on as events come, until the run is over")
-    return parser
-
-
-def _add_detect(verbs: Any) -> None:
-    of_logs = _add(verbs, detect)
-    of_logs.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a loss log")
-    of_logs.add_argument("--set", action="append", default=[], metavar="spike.KEY=VALUE", help="a detector's setting")
-    of_logs.add_argument("--json", action="store_true")
-    of_logs.add_argument("--html", type=Path, metavar="PAGE", help="draw the curves and what was found")
-
-
-def _names_of_runs(parsed_args: argparse.Namespace, **of_argcomplete: Any) -> list[str]:
-    """What the shell completes a RUN with."""
-    return [run_dir.path.name for run_dir in all_runs(parsed_args.dir)]
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
-    parser.add_argument("--weights", choices=get_args(Weights), help="default: ema where it evaluates no worse")
-    parser.add_argument("--chat", dest="is_chat", action="store_true", help="the prompt is a user's message")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens (default: 256)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token (default: 0.8)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest, with this share together")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from so many of the likeliest")
-    parser.add_argument("--seed", type=int, metavar="N", help="draw the same again")
-    parser.add_argument("--here", action="store_true", help="on this machine, not as a job")
-
-
-def _add(verbs: Any, verb: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    text = (verb.__doc__ or "").splitlines()[0]
-    parser: argparse.ArgumentParser = verbs.add_parser(verb.__name__, help=text, description=text)
-    parser.set_defaults(act=verb)
-    return parser
+VERBS: Final = (run, submit, check, detect, status, watch, log, report, stop, resume, rollback, pin, infer, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -444,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return WRONG_INPUT
-    parser = _parser()
+    parser = parser_of(VERBS)
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for the words that may stand here
         import argcomplete
 

@@ -14,6 +14,7 @@ import pytest
 from slurm.job import JobRequest, JobState, JobStatus
 from slurm.scheduler import Scheduler
 from supervisor import cli
+from supervisor.arguments import parser_of
 from supervisor.check import CheckResult
 from supervisor.config import Finding
 from supervisor.config_findings import all_places
@@ -208,7 +209,7 @@ def test_every_key_is_on_the_page_with_its_default() -> None:
 @functools.cache
 def verbs() -> dict[str, set[str]]:
     """Every verb with its options."""
-    (choices,) = [each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    (choices,) = [each for each in parser_of(cli.VERBS)._actions if isinstance(each, argparse._SubParsersAction)]
     return {
         name: {option for each in parser._actions for option in each.option_strings if option not in ("-h", "--help")}
         for name, parser in choices.choices.items()
