@@ -144,8 +144,8 @@ def _state(folder: Path, record: Record) -> tuple[JobState, str]:
         return JobState.FAILED, "the machine was started anew"
     if local_record.is_running(record):
         cancelled = local_record.cancel_path(folder, record.job_id).exists()
-        waits = "Dependency" if record.state is JobState.PENDING else ""
-        return (JobState.COMPLETING, "cancelled") if cancelled else (record.state, waits)
+        waits = record.state is JobState.PENDING and any(local_record.live_before(folder, record))
+        return (JobState.COMPLETING, "cancelled") if cancelled else (record.state, "Dependency" if waits else "")
     again = local_record.read(folder, record.job_id)
     if again is not None and again.state.is_over:  # Its controller ended between our two looks.
         return again.state, ""

@@ -59,6 +59,7 @@ from supervisor.run_state import RunState, apply
 from worker.contract.config import Config
 from worker.contract.directive import Directive, publish_directive, read_directive
 from worker.contract.files import UnusableFileError, sync_folder
+from worker.contract.manifest import complete_checkpoints
 from worker.contract.run_dir import RunDir, checkpoint_step
 
 _LOOKS_APART_S: Final = 1.0
@@ -385,4 +386,5 @@ def _give_up(run: SupervisedRun, decision: GiveUp) -> None:
     is_live = state.has_live_job and state.job_id not in state.cancelled_by_us
     if is_live and state.job_id is not None and not (state.job and JobState(state.job.state).is_over):
         _cancel(run, state.job_id, "the run gives up")
-    run.record(GaveUp(tried=decision.tried, error=decision.error, reason=decision.reason))
+    newest = max((each.step for each in complete_checkpoints(run.run_dir)), default=None)
+    run.record(GaveUp(tried=decision.tried, error=decision.error, saved_step=newest, reason=decision.reason))

@@ -286,6 +286,8 @@ class GaveUp(EventBase):
     event: Literal["GaveUp"] = "GaveUp"
     tried: tuple[str, ...] = ()
     error: str | None = None
+    saved_step: int | None = None
+    """Step of the newest checkpoint; None = there is none."""
 
 
 Event = (

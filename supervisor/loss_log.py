@@ -76,7 +76,10 @@ def _raw_rows(path: Path, data: bytes) -> tuple[list[dict[str, Any]], bool]:
 def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     try:
         document = json.loads(text)
-    except json.JSONDecodeError:
+    except json.JSONDecodeError as error:
+        if not _begins_with_a_row(text):
+            where = f"line {error.lineno}, column {error.colno}"
+            raise UnusableFileError(path, f"begins like JSON and is not valid: {where}: {error.msg}") from None
         return _lines_of_json(path, text)
     except RecursionError:
         raise UnusableFileError(path, "its JSON is nested too deeply") from None
@@ -87,10 +90,23 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     return [one for one in document if isinstance(one, dict)]
 
 
+def _begins_with_a_row(text: str) -> bool:
+    """Whether the first line that says something is whole JSON by itself: then each line is a row."""
+    first = next((line for line in _stripped_lines(text)), "")
+    try:
+        json.loads(first)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _stripped_lines(text: str) -> list[str]:
+    return [stripped for line in text.splitlines() if (stripped := line.strip().strip("[],\x00 "))]
+
+
 def _lines_of_json(path: Path, text: str) -> list[dict[str, Any]]:
     """One object a line, an array's commas and brackets around them; only the last line may be torn."""
-    lines = [stripped for line in text.splitlines() if (stripped := line.strip().strip("[],\x00 "))]
-    rows = []
+    lines, rows = _stripped_lines(text), []
     for number, line in enumerate(lines, 1):
         try:
             one = json.loads(line)

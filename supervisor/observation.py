@@ -368,12 +368,15 @@ def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
         return  # that start is over and done with: Slurm put the job back
     if run.awaits_attempt and report.outcome is not Outcome.DONE:
         return  # a person's resume has answered it: the next attempt is about to be decided
-    what = f" ({report.error.what})" if report.error and report.error.what else ""
+    error = report.error
+    what = f"{report.outcome} ({error.what})" if error and error.what else str(report.outcome)
+    if error and error.type == "Signal":
+        what = error.message  # says more than that it crashed
     yield WorkerLeft(
         restart=report.restart,
         outcome=report.outcome,
         step=report.step,
         saved_step=report.saved_step,
         error=report.error,
-        reason=f"the worker ended: {report.outcome}{what}",
+        reason=f"the worker ended: {what}",
     )

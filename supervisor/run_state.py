@@ -1,6 +1,6 @@
 """Where a run stands: the fold of its journal.  Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -191,8 +191,24 @@ def apply(run: RunState, event: Event) -> RunState:
     after = replace(_count_busy(_apply(run, event), event), memory=remember(run.memory, event))
     if after.state != run.state:
         after = replace(after, since=event.time)
-    # A healthy checkpoint every few minutes would soon hide what else there is to know.
-    return replace(after, reason=event.reason) if event.reason and not isinstance(event, ProgressMade) else after
+    return replace(after, reason=event.reason) if event.reason and _says_why(run, after, event) else after
+
+
+def _says_why(run: RunState, after: RunState, event: Event) -> bool:
+    """Whether an event's reason is why the run stands where it stands; what comes after an ending is not."""
+    if isinstance(event, ProgressMade | Pinned):
+        return False  # a healthy checkpoint every few minutes would soon hide what else there is to know
+    return not (run.is_over and after.state == run.state)
+
+
+Ending = Finished | Stopped | GaveUp
+
+
+def ending_of(events: Sequence[Event]) -> Ending | None:
+    """The event that ended the run; None where it is not over. Requests may follow it, such as a pin."""
+    if not replay(events).is_over:
+        return None
+    return next((event for event in reversed(events) if isinstance(event, Ending)), None)
 
 
 def _count_busy(run: RunState, event: Event) -> RunState:

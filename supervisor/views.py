@@ -77,7 +77,8 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
     if not rows:
         print(f"no runs under {runs.resolve()}; --dir names another folder", file=out)
     elif not in_detail:
-        print("\n".join(list_lines(rows, now)), file=out)
+        width = shutil.get_terminal_size().columns if out.isatty() else None
+        print("\n".join(list_lines(rows, now, width)), file=out)
     for row in rows if in_detail else []:
         print("\n".join(detail_lines(row, now)), file=out)
         for event in filter(is_told, map(parse_event, row.get("events", []))):

@@ -25,6 +25,7 @@ from supervisor.journal import (
     Submitted,
     WorkerLeft,
 )
+from supervisor.run_state import ending_of
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
 
@@ -131,10 +132,10 @@ def account(events: Sequence[Event], records: Sequence[Record], now: float, node
 
 
 def _end(events: Sequence[Event], records: Sequence[Record], now: float) -> float:
-    """Of a run that is over its last event; of one that waits, now; of one that trains, its last step."""
-    last = events[-1]
-    if isinstance(last, Finished | Stopped | GaveUp):
-        return last.time
+    """Of a run that is over its ending; of one that waits, now; of one that trains, its last step."""
+    last, ending = events[-1], ending_of(events)
+    if ending is not None:
+        return ending.time
     trained = records[-1].time if records else 0.0
     return trained if trained > last.time else max(now, last.time)
 

@@ -1,5 +1,6 @@
 """Times, durations, sizes and numbers as a person reads them.  Pure but for the reader's time zone."""
 
+import math
 from datetime import datetime
 from typing import Final
 
@@ -48,11 +49,16 @@ def duration(seconds: float) -> str:
     return text.removesuffix(" 0 min").removesuffix(" 0 h")
 
 
-def node_hours(node_s: float) -> str:
-    """``3.2 node-hours``, ``1 node-hour`` or, below a hundredth, ``12 node-seconds``."""
+def node_hours(node_s: float, whole_s: float | None = None) -> str:
+    """``3.2 node-hours``, ``1 node-hour`` or, below a hundredth, ``12 node-seconds``.
+
+    Beside others in a sentence the largest of them, ``whole_s``, decides the unit: all in seconds below a tenth.
+    """
     hours = node_s / 3600
+    if (0 < hours < 0.01 and whole_s is None) or (whole_s is not None and 0 < whole_s < 360):
+        return count(max(min(1, math.ceil(node_s)), round(node_s)), "node-second")
     if 0 < hours < 0.01:
-        return count(max(1, round(node_s)), "node-second")
+        return "under 0.01 node-hours"
     text = f"{hours:.2f}" if hours < 10 else f"{hours:,.0f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return f"{text} node-hour{'' if text == '1' else 's'}"

@@ -7,10 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Final
 
-from supervisor.journal import Continued, Event, Finished, GaveUp, Preempted, RolledBack, SegmentStarted, Stopped
+from supervisor.journal import (
+    Continued,
+    Event,
+    Finished,
+    GaveUp,
+    Preempted,
+    RolledBack,
+    SegmentStarted,
+    Stopped,
+    WouldHaveDone,
+)
 from supervisor.report.accounting import KINDS, Accounting, Interruption
 from supervisor.report.figures import count, duration, local_clock, local_day, node_hours, printable, share
 from supervisor.report.texts import WIDTH, is_told, lay_out, step_of
+from supervisor.run_state import ending_of
 
 _UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -87,14 +98,14 @@ def _headline(events: Sequence[Event], accounting: Accounting) -> str:
     rollbacks = sum(isinstance(event, RolledBack) for event in events)
     repeated = sum(each.steps_undone for each in accounting.interruptions)
     counted = f"{count(attempts, 'attempt')}, {count(rollbacks, 'rollback')}, {count(repeated, 'step')} repeated"
-    last, wall = events[-1], duration(accounting.wall_s)
+    last, wall = ending_of(events), duration(accounting.wall_s)
     match last:
         case Finished():
             return f"Finished at step {last.final_step} after {wall}: {counted}."
         case Stopped():
             return f"Stopped by {last.by or 'somebody'} after {wall}: {counted}."
         case GaveUp():
-            return f"Gave up after {wall}: {counted}. {last.reason}."
+            return f"Gave up after {wall}: {counted}; why: {last.reason.rstrip('.')}."
         case _:
             return f"Under way for {wall} so far: {counted}."
 
@@ -134,8 +145,21 @@ def _story(events: Sequence[Event]) -> Iterator[str]:
     rate = next((e.lr_scale for e in reversed(events) if isinstance(e, RolledBack | Continued)), 1.0)
     if rate != 1:
         yield f"The rate is at {rate:g} of the configured one."
-    if not times and sum(isinstance(event, SegmentStarted) for event in events) == 1:
+    noted = [event for event in events if isinstance(event, WouldHaveDone)]
+    yield from _observed(noted)
+    if not times and not noted and sum(isinstance(event, SegmentStarted) for event in events) == 1:
         yield "Nothing interrupted it."
+
+
+def _observed(noted: Sequence[WouldHaveDone]) -> Iterator[str]:
+    """What would have been made in ``recovery.mode: act``."""
+    at = [step for event in noted if event.rollback is not None and (step := step_of(event)) is not None]
+    starts = len(noted) - len(at)
+    would = [f"{count(len(at), 'rollback')}{_at(at)}"] if at else []
+    would += [f"{count(starts, 'new start')}"] if starts else []
+    if would:
+        verb = "would have been made; nothing was, for recovery.mode is observe"
+        yield f"{' and '.join(would)} {verb}."
 
 
 def _times(number: int) -> str:
@@ -166,6 +190,7 @@ def time_lines(accounting: Accounting) -> Iterator[str]:
     held, trained = accounting.node_s(), accounting.node_s("training")
     if held > 0:
         kept = sum(each.kept_node_s for each in accounting.interruptions)
-        yield f"Of {node_hours(held)} allocated, {node_hours(trained)} ({share(trained, held)}) were training."
+        told = node_hours(trained, whole_s=held)
+        yield f"Of {node_hours(held, whole_s=held)} allocated, {told} ({share(trained, held)}) were training."
         if kept:
-            yield f"Checkpoints saved {node_hours(kept)}, against starting from the first step each time."
+            yield f"Checkpoints saved {node_hours(kept, whole_s=held)}, against starting from the first step each time."

@@ -17,11 +17,12 @@ _COLUMNS: Final = ("run", "state", "step", "loss", "rate", "rolled back", "")
 _BUDGETS: Final = {"rollbacks_left": "more rollbacks", "attempts_left": "more attempts without progress"}
 
 
-def list_lines(rows: Sequence[Row], now: float) -> list[str]:
-    """One line a run below a head, in columns; ``now`` is UTC seconds."""
+def list_lines(rows: Sequence[Row], now: float, width: int | None = None) -> list[str]:
+    """One line a run below a head, in columns, each at most ``width`` wide; ``now`` is UTC seconds."""
     table = [_COLUMNS, *(_cells(row, now) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS) - 1)]
-    return [printable("  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip()) for line in table]
+    lines = [printable("  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip()) for line in table]
+    return [line if width is None or len(line) <= width else f"{line[: width - 3].rstrip()}..." for line in lines]
 
 
 def _cells(row: Row, now: float) -> tuple[str, ...]:

@@ -66,6 +66,10 @@ _WORDS: Final = {
     "Stopped": "STOPPED",
     "GaveUp": "GAVE UP",
 }
+_MOST_BATCHES: Final = 6
+"""How many batches that are left out are told one by one."""
+_MOST_NAMED: Final = 16
+"""How many lines or samples of one of them."""
 _WORD_WIDTH: Final = 15
 _LABEL_WIDTH: Final = 9
 WIDTH: Final = 110
@@ -86,7 +90,7 @@ def step_of(event: Event) -> int | None:
         step = getattr(event, name, None)
         if isinstance(step, int):
             return step
-    return None
+    return event.rollback.verdict_step if isinstance(event, WouldHaveDone) and event.rollback is not None else None
 
 
 def is_told(event: Event) -> bool:
@@ -157,8 +161,9 @@ def details_of(event: Event, cost: Interruption | None = None) -> list[Detail]:
 def cost_text(cost: Interruption) -> str:
     """What an interruption cost, and what the checkpoint saved."""
     steps = f"{count(cost.steps_undone, 'step')} again, " if cost.steps_undone else ""
-    text = f"{steps}{duration(cost.idle_s)} without training, {node_hours(cost.lost_node_s)} lost"
-    kept = f"; {node_hours(cost.kept_node_s)} of training kept, against starting from the first step"
+    whole_s = max(cost.lost_node_s, cost.kept_node_s)
+    text = f"{steps}{duration(cost.idle_s)} without training, {node_hours(cost.lost_node_s, whole_s)} lost"
+    kept = f"; {node_hours(cost.kept_node_s, whole_s)} of training kept, against starting from the first step"
     return text + (kept if cost.kept_node_s else "")
 
 
@@ -245,14 +250,12 @@ def _of_continued(event: Continued) -> Iterator[Detail]:
         yield "rate", f"{event.lr_scale:g} of the configured one"
 
 
-def _of_job(event: JobSeen) -> Iterator[Detail]:
-    if event.reason:
-        yield "because", event.reason
-
-
 def _of_segment(event: SegmentStarted) -> Iterator[Detail]:
-    for one in event.start.left_out if event.start is not None else ():
+    left_out = event.start.left_out if event.start is not None else ()
+    for one in left_out[:_MOST_BATCHES]:
         yield "left out", f"batch {one.batch} of epoch {one.epoch}: {_sources(one)}"
+    if len(left_out) > _MOST_BATCHES:
+        yield "", f"and {len(left_out) - _MOST_BATCHES:,} more: higgsfield log --json"
 
 
 def _sources(one: LeftOutBatch) -> str:
@@ -261,12 +264,17 @@ def _sources(one: LeftOutBatch) -> str:
     for rows in one.rows:
         span = f"{rows.first}-{rows.last}" if rows.last > rows.first else f"{rows.first}"
         spans.setdefault((rows.unit, rows.file), []).append(span)
-    said = [f"{unit} {', '.join(of_file)} of {file}" for (unit, file), of_file in spans.items()]
-    return "; ".join(said) or f"samples {', '.join(map(str, one.samples))}"
+    said = [f"{unit} {_first_of(of_file)} of {file}" for (unit, file), of_file in spans.items()]
+    return "; ".join(said) or f"samples {_first_of([str(sample) for sample in one.samples])}"
+
+
+def _first_of(named: list[str]) -> str:
+    more = len(named) - _MOST_NAMED
+    return ", ".join(named[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _of_left(event: WorkerLeft) -> Iterator[Detail]:
-    if event.error is not None and event.error.message:
+    if event.error is not None and event.error.message and event.error.message not in event.reason:
         yield "", f"{event.error.type}: {event.error.message}".splitlines()[0]
 
 
@@ -287,7 +295,6 @@ _DETAILS: Final[dict[type, Callable[..., Iterator[Detail]]]] = {
     Continued: _of_continued,
     WouldHaveDone: _of_observed,
     HangSeen: _of_hang,
-    JobSeen: _of_job,
     SegmentStarted: _of_segment,
     WorkerLeft: _of_left,
     GaveUp: _of_given_up,
@@ -307,14 +314,28 @@ _ADVICE: Final = {
     "out_of_memory": "a smaller training.batch_size with more gradient_accumulation, or activation_checkpointing",
     "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
 }
+_AFTER_A_KILL: Final = (
+    "a person, the system or want of memory killed it: there is no traceback, only what logs/train.log said last; "
+    "the system's log (dmesg) names what it killed for memory"
+)
+_NOTHING_TO_LOSE: Final = (
+    "no checkpoint would be lost: edit config.yaml in the run's folder and higgsfield resume, or remove that folder "
+    "and begin anew"
+)
 
 
 def _advice(event: Event) -> Iterator[Detail]:
     match event:
+        case RolledBack() if event.cause == "rollback":
+            return  # a person asked for it, and knows why
         case RolledBack() if event.skip_batches:
             yield "try", "look at the data of those batches; recovery.spike.skip says when they are left out"
+        case Continued() if event.cause == "crash" and "killed by signal 9" in event.reason:
+            yield "try", _AFTER_A_KILL
         case RolledBack() | Continued() if event.cause in _ADVICE:
             yield "try", _ADVICE[event.cause]
+        case GaveUp() if event.saved_step is None:
+            yield "try", _NOTHING_TO_LOSE
         case GaveUp():
             yield "try", "higgsfield resume goes on with fresh budgets; another rate or other data are another run.name"
         case _:

@@ -167,6 +167,15 @@ def test_another_process_with_the_same_number_is_not_the_job(tmp_path: Path, cha
     assert scheduler.find("hf-1") == []
 
 
+def test_only_a_job_behind_another_of_its_name_waits_for_one(tmp_path: Path) -> None:
+    mine = a_record(processes.identify(os.getpid()))
+    local_record.publish(tmp_path, replace(mine, state=JobState.PENDING))
+    scheduler = LocalScheduler(tmp_path)
+    assert scheduler.look([mine.job_id])[mine.job_id].why == ""
+    local_record.publish(tmp_path, replace(mine, job_id="1", order=0))
+    assert scheduler.look([mine.job_id])[mine.job_id].why == "Dependency"
+
+
 def test_from_another_machine_nothing_can_be_said(tmp_path: Path) -> None:
     elsewhere = replace(processes.identify(os.getpid()), boot_id="another", host="another-host")
     local_record.publish(tmp_path, a_record(elsewhere))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from supervisor import cli
-from supervisor.detect import examine_log
+from supervisor.detect import examine_log, lines_about
 from supervisor.event_file import event_rows
 from supervisor.loss_log import read_loss_log
 from worker.contract.config import SpikeConfig
@@ -251,3 +251,30 @@ def test_the_page_draws_any_numbers(tmp_path: Path) -> None:
     assert cli.main(["detect", *map(str, sorted(tmp_path.glob("*.json"))), "--html", str(page)]) == cli.OK
     assert "nan" not in page.read_text().replace("nan;", "")
     assert "inf" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('{\n "log_history": [\n  {"step": 1, "loss": 2.0},\n  {"step": 2, "lo', "line 4, column 15"),
+        ('{"step": 1, "loss": 2.0', "line 1, column 24"),
+    ],
+)
+def test_a_file_that_begins_like_json_and_is_broken_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, where: str
+) -> None:
+    (tmp_path / "log.json").write_text(text)
+    assert cli.main(["detect", str(tmp_path / "log.json")]) == cli.WRONG_INPUT
+    assert f"begins like JSON and is not valid: {where}" in capsys.readouterr().err
+
+
+def test_what_follows_the_first_verdict_of_a_log_is_told_as_following_it(tmp_path: Path) -> None:
+    twice = training([2.0] * 60 + [9.0, 20.0, 90.0, 200.0] + [2.0] * 100 + [9.0, 20.0, 90.0, 200.0])
+    (tmp_path / "log.json").write_text(trainer_state(twice))
+    head, first, between, *more = lines_about(examine_log(tmp_path / "log.json", SpikeConfig()))
+    assert "that call for a rollback" in head
+    assert "at step 6" in first
+    assert "would have gone back there" in between
+    assert more
+    (tmp_path / "log.json").write_text(trainer_state(EXPLODES))
+    assert len(lines_about(examine_log(tmp_path / "log.json", SpikeConfig()))) == 2

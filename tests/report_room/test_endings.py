@@ -1,0 +1,130 @@
+"""What a person reads of a run that is over, was only watched, or was asked for something: true, once, and short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.journal import Continued, GaveUp, JobSeen, RolledBack, SegmentStarted, WouldHaveDone
+from supervisor.report.accounting import account
+from supervisor.report.figures import node_hours
+from supervisor.report.log_text import closing_summary, entry_lines
+from supervisor.report.standing_text import list_lines
+from supervisor.report.texts import details_of, step_of
+from supervisor.requests import Request
+from supervisor.runs import standing
+from tests.report_room.stories import Slow, a_start, healthy, refused
+from tests.supervisor_room.stage import BEGIN, Stage
+from worker.contract.directive import SkippedBatches
+from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.files import publish_message
+from worker.contract.loss_history import LeftOutBatch, SourceRows, read_history
+
+pytestmark = pytest.mark.usefixtures("berlin")
+KILLED = ErrorDetail(type="Signal", message="killed by signal 9 (Killed)")
+
+
+@pytest.mark.parametrize(("play", "word"), [(healthy, "Finished at step 100"), (refused, "Gave up after")])
+def test_a_pin_changes_nothing_of_what_is_told_of_a_run_that_is_over(tmp_path: Path, play: Any, word: str) -> None:
+    stage = play(tmp_path)
+    before = closing_summary(stage.story.events, stage.story.accounting())
+    reason = standing(stage.run_dir, in_detail=False)["reason"]
+    stage.wait(120)
+    publish_message(stage.run_dir.request, Request(verb="pin", by="root", to=80))
+    stage.settle()
+    story = stage.story
+    assert story.events[-1].reason == "root wants checkpoint-80 to be kept"
+    assert closing_summary(story.events, story.accounting(now=stage.now + 600)) == before
+    assert before[0].startswith(word)
+    assert story.accounting(now=stage.now + 600).seconds("paused") == 0
+    assert standing(stage.run_dir, in_detail=False)["reason"] == reason
+
+
+def test_many_batches_that_are_left_out_are_counted_after_the_first_few() -> None:
+    lines = tuple(SourceRows(file="a.jsonl", unit="line", first=n, last=n) for n in range(1, 60, 2))
+    left_out = tuple(LeftOutBatch(epoch=1, batch=number, rows=lines) for number in range(85))
+    start = a_start(100).model_copy(update={"left_out": left_out})
+    told = details_of(SegmentStarted(segment=2, restart=0, step=6, start=start))
+    assert len(told) == 7
+    assert told[0][1].endswith("27, 29, 31 and 14 more of a.jsonl")
+    assert told[-1] == ("", "and 79 more: higgsfield log --json")
+
+
+def test_who_asked_for_a_rollback_is_not_told_when_batches_are_left_out_by_themselves() -> None:
+    skips = (SkippedBatches(epoch=0, first=1, count=2),)
+    fields: dict[str, Any] = {"kind": "requested", "verdict_step": 9, "onset_step": 6, "from_step": 9, "to_step": 5}
+    asked = RolledBack(cause="rollback", where="same_allocation", skip_batches=skips, **fields)
+    assert "try" not in dict(details_of(asked))
+    assert "recovery.spike.skip" in dict(details_of(asked.model_copy(update={"cause": "spike"})))["try"]
+
+
+def test_why_a_job_waits_is_said_once() -> None:
+    event = JobSeen(job_id="9", state="PENDING", why="Priority", reason="job 9 waits: other jobs come first (Priority)")
+    assert "\n".join(entry_lines(event)).count("other jobs come first") == 1
+
+
+def test_nobody_is_sent_to_a_traceback_that_a_kill_cannot_leave(tmp_path: Path) -> None:
+    stage = Slow(tmp_path)
+    stage.start_after(5)
+    stage.train(38)
+    stage.leave(Outcome.CRASHED, error=KILLED)
+    stage.settle()
+    again = [event for event in stage.events if isinstance(event, Continued)][-1]
+    assert again.reason == "the worker ended: killed by signal 9 (Killed)"
+    assert "there is no traceback" in dict(details_of(again))["try"]
+    raised = again.model_copy(update={"reason": "the worker ended: crashed"})
+    assert dict(details_of(raised))["try"].startswith("the traceback is in")
+
+
+def test_a_run_that_was_only_watched_says_what_would_have_been_made(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, recovery={"mode": "observe"})
+    stage.settle()
+    stage.start_job()
+    stage.train(38, "spike", onset=36, loss=9.0, observed=True)
+    stage.settle()
+    events, records = stage.events, read_history(stage.run_dir.history)
+    [noted] = [event for event in events if isinstance(event, WouldHaveDone)]
+    assert step_of(noted) == 38
+    told = closing_summary(events, account(events, records, stage.now, 1))
+    assert "1 rollback (step 38) would have been made; nothing was, for recovery.mode is observe." in told
+    assert "Nothing interrupted it." not in told
+    without = [event for event in events if event is not noted]
+    assert "Nothing interrupted it." in closing_summary(without, account(without, records, stage.now, 1))
+
+
+def test_a_sentence_has_one_unit() -> None:
+    assert [node_hours(s, whole_s=40) for s in (40, 27, 0)] == ["40 node-seconds", "27 node-seconds", "0 node-seconds"]
+    assert [node_hours(s, whole_s=7200) for s in (7200, 27)] == ["2 node-hours", "under 0.01 node-hours"]
+
+
+def test_the_reason_for_giving_up_goes_on_the_sentence_and_ends_it_once(tmp_path: Path) -> None:
+    story = refused(tmp_path).story
+    *before, last = story.events
+    assert isinstance(last, GaveUp)
+    ended = last.model_copy(update={"reason": "the worker will not train: exit code (2)."})
+    [head, *_] = closing_summary([*before, ended], story.accounting())
+    assert head.endswith("0 steps repeated; why: the worker will not train: exit code (2).")
+
+
+def test_where_no_checkpoint_would_be_lost_the_advice_is_to_mend_or_to_begin_anew(tmp_path: Path) -> None:
+    nothing = refused(tmp_path / "nothing").events[-1]
+    assert "edit config.yaml in the run's folder" in dict(details_of(nothing))["try"]
+    stage = Slow(tmp_path / "saved")
+    stage.start_after(5)
+    stage.train(38)
+    stage.leave(Outcome.REFUSED, error=ErrorDetail(type="DataError", message="the data are gone"))
+    stage.settle()
+    last = stage.events[-1]
+    assert isinstance(last, GaveUp)
+    assert last.saved_step == 30
+    assert "another run.name" in dict(details_of(last))["try"]
+
+
+def test_a_long_reason_is_cut_at_the_terminals_width(tmp_path: Path) -> None:
+    row = standing(refused(tmp_path).run_dir, in_detail=False)
+    [head, line] = list_lines([row | {"reason": "why " * 80}], BEGIN + 60, width=80)
+    assert len(line) <= 80
+    assert line.endswith("...")
+    assert len(head) <= 80
