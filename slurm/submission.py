@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 from submitit.local.local import LocalJob
 
 from slurm import entry, local_record, processes
@@ -67,7 +67,7 @@ class BatchExecutor(submitit.SlurmExecutor):
             nodes=job.resources.nodes,
             ntasks_per_node=job.resources.tasks_per_node,
             # `sbatch --export=NONE` would have srun start its tasks without everything exported here.
-            setup=["export SLURM_EXPORT_ENV=ALL", *preamble(job)],
+            setup=["export SLURM_EXPORT_ENV=ALL", *preamble(job), _own_pickle(job)],
             additional_parameters={key: value for key, value in job.flags().items() if key not in _SUBMITITS},
             srun_args=list(srun),
             use_srun=job.use_srun,
@@ -81,6 +81,32 @@ class BatchExecutor(submitit.SlurmExecutor):
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]
         job_id, self.cluster = submitted(string if isinstance(string, str) else string.decode())
         return job_id
+
+
+def _entry(job: JobRequest) -> tuple[Any, ...]:
+    """The function that the job calls, and its arguments."""
+    return entry.run, job.entry, job.args, job.name, not job.use_srun
+
+
+def _pickle_by_name(job: JobRequest) -> Path:
+    return job.folder / f"{job.name}.pkl"
+
+
+def _publish_pickle(job: JobRequest) -> None:
+    # An earlier job of this name may be about to copy it.
+    staged = _pickle_by_name(job).with_suffix(f".{os.getpid()}")
+    DelayedSubmission(*_entry(job)).dump(staged)
+    staged.replace(_pickle_by_name(job))
+
+
+def _own_pickle(job: JobRequest) -> str:
+    """A shell line that gives the job its pickle where nobody has heard its id, and so nobody could rename it.
+
+    Without it a job that was queued while sbatch failed would wait for a minute and fail.
+    """
+    ours = shlex.quote(str(_pickle_by_name(job)))
+    its = shlex.quote(f"{job.folder}/") + '"${SLURM_JOB_ID}_submitted.pkl"'
+    return f"[ -e {its} ] || cp {ours} {its}"
 
 
 def sbatch_text(job: JobRequest) -> str:
@@ -160,14 +186,14 @@ def submit(kind: str, job: JobRequest, **settings: float) -> tuple[str, str | No
     """Submit once, here and now; the caller has made the environment what it should be."""
     job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     job.folder.chmod(0o700)
-    arguments = (job.entry, job.args, job.name, not job.use_srun)
     if kind == "slurm":
         batch = BatchExecutor(job)
-        return str(batch.submit(entry.run, *arguments).job_id), batch.cluster
+        _publish_pickle(job)
+        return str(batch.submit(*_entry(job)).job_id), batch.cluster
     with Path(job.folder / "local.lock").open("w") as lock:
         # Orders submissions, for the emulated singleton. Freed by the system when we end.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return str(StandInExecutor(job, **settings).submit(entry.run, *arguments).job_id), None
+        return str(StandInExecutor(job, **settings).submit(*_entry(job)).job_id), None
 
 
 def main() -> int:

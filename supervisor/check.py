@@ -71,10 +71,17 @@ def _ask(scheduler: Scheduler, job: JobRequest, file: str, key: str) -> tuple[st
     try:
         return scheduler.test_only(job), []
     except SchedulerError as error:
-        mend = f"change the keys of {key}" if error.answered else "ask again when `scontrol ping` answers"
-        return None, [Finding(file, key, str(error), mend)]
+        return None, [Finding(file, key, str(error), _mend(error, key))]
     except RequestError as error:
         return None, [Finding(file, key, str(error), f"change the keys of {key}")]
+
+
+def _mend(error: SchedulerError, key: str) -> str:
+    if not error.answered:
+        return "ask again when `scontrol ping` answers"
+    # Slurm says the same of nodes that there never are, and of those that are all down or drained for a while.
+    later = ", or ask again if `sinfo` shows that nodes are away" if "not available" in str(error) else ""
+    return f"change the keys of {key}{later}"
 
 
 def _unused(config: Config, scheduler: Scheduler, file: str) -> list[Finding]:

@@ -19,6 +19,14 @@ def fits(scheduler: Scheduler, request: JobRequest) -> bool:
     return True
 
 
+def can_spare(scheduler: Scheduler, request: Callable[[Collection[str]], JobRequest], nodes: Collection[str]) -> bool:
+    """Whether the request fits without ``nodes``, or would not with them either.
+
+    A controller that has just begun does not know yet that its nodes are there, and refuses everything.
+    """
+    return fits(scheduler, request(nodes)) or not fits(scheduler, request(()))
+
+
 def fitting(
     scheduler: Scheduler, request: Callable[[Collection[str]], JobRequest], nodes: Sequence[str]
 ) -> tuple[JobRequest, Sequence[str]]:
@@ -26,7 +34,9 @@ def fitting(
 
     The first ones are allowed again first. SchedulerError where the scheduler does not answer.
     """
-    for begin in range(len(nodes)):
+    if not nodes or can_spare(scheduler, request, nodes):
+        return request(nodes), nodes
+    for begin in range(1, len(nodes)):
         left_out = nodes[begin:]
         if fits(scheduler, request(left_out)):
             return request(left_out), left_out

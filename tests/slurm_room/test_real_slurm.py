@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -130,6 +131,25 @@ def test_a_job_without_srun_can_submit(submit: Submit, scheduler: SlurmScheduler
     start = noted(tmp_path, "started", other)
     assert (start["job_id"], start["name"], start["world"]) == (other, "hf-0a0b0c0d", 1)
     scheduler.cancel(other)
+
+
+def test_a_job_that_was_queued_while_sbatch_failed_runs_all_the_same(
+    scheduler: SlurmScheduler, on_slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    sbatch.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@" >&2\necho "{said}" >&2\nexit 1\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    with pytest.raises(SchedulerError, match="Socket timed out") as caught:
+        scheduler.submit(request(tmp_path))
+    assert not caught.value.answered
+    (job,) = scheduler.find("hf-0a0b0c0d")
+    assert noted(tmp_path, "started", job.job_id)["name"] == "hf-0a0b0c0d"
+    (tmp_path / "go-hf-0a0b0c0d").write_text("0")
+    eventually(lambda: status(scheduler, job.job_id).state is JobState.COMPLETED)
+    on_slurm.wait_until_idle()
 
 
 def test_a_bad_partition_is_refused_by_slurm_in_its_words(scheduler: SlurmScheduler, tmp_path: Path) -> None:

@@ -218,6 +218,8 @@ def test_the_batch_text() -> None:
     }
     order = [lines.index(line) for line in ("export A='b $c'", "module load cuda", "export PYTHONSAFEPATH=1")]
     assert order == sorted(order)
+    its = """'/runs/it'"'"'s x/jobs/'"${SLURM_JOB_ID}_submitted.pkl\""""
+    assert f"""[ -e {its} ] || cp '/runs/it'"'"'s x/jobs/hf-00112233.pkl' {its}""" in lines
     (srun,) = [line for line in lines if line.startswith("srun ")]
     assert "--kill-on-bad-exit=0 --wait=0 --no-kill --cpus-per-task=8 --mpi=none" in srun
     assert "apptainer exec --nv x.sif '/opt/py thon' -u -m submitit.core._submit" in srun

@@ -95,6 +95,18 @@ def test_an_exclusion_that_does_not_fit_any_more_is_given_up_oldest_first(stage:
     assert stage.scheduler.requests[stage.job_id].exclude_nodes == ("n2",)
 
 
+def test_a_controller_that_knows_of_no_node_yet_gives_up_no_exclusion(stage: Stage) -> None:
+    stage.settle()
+    for _ in range(4):
+        dies_at_once(stage)
+    before = stage.scheduler.requests[stage.job_id].exclude_nodes
+    stage.scheduler.node_names = ()  # it has just begun
+    stage.scheduler.set_state(stage.job_id, JobState.TIMEOUT)
+    stage.now += HOUR_S
+    stage.settle()
+    assert stage.scheduler.requests[stage.job_id].exclude_nodes == before == ("n1", "n2")
+
+
 def test_an_exclusion_is_over_after_its_time_and_so_is_a_strike(stage: Stage) -> None:
     stage.settle()
     dies_at_once(stage)
