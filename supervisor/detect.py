@@ -50,10 +50,10 @@ def lines_about(examined: Examined) -> list[str]:
         f"  {one.kind} at step {one.step}, since step {one.onset_step} (row {one.index})" for one in examined.verdicts
     ]
     head = f"{examined.file}: {steps}: {len(told)} that {'call' if len(told) > 1 else 'calls'} for a rollback"
-    return [head, told[0], *([_ONE_LOG] if told[1:] else []), *told[1:]]
+    return [head, told[0], *([f"  {ONE_LOG}:"] if told[1:] else []), *told[1:]]
 
 
-_ONE_LOG = "  a run under higgsfield would have gone back there; what follows is the same log, in which nobody did:"
+ONE_LOG = "a run under higgsfield would have gone back there; what follows is the same log, in which nobody did"
 
 
 def find_verdicts(rows: list[Row], rules: SpikeConfig) -> list[FoundVerdict]:

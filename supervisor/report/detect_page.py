@@ -3,7 +3,7 @@
 import math
 from html import escape
 
-from supervisor.detect import Examined
+from supervisor.detect import ONE_LOG, Examined
 from supervisor.loss_log import Row
 
 _WIDTH, _HEIGHT, _MARGIN = 960, 260, 8
@@ -43,7 +43,8 @@ def _section(one: Examined) -> str:
     )
     more = f"<p>and {len(one.verdicts) - _TOLD} more</p>" if len(one.verdicts) > _TOLD else ""
     head = "<tr><th>found</th><th>at step</th><th>since step</th><th>row</th></tr>"
-    said = f"<table>{head}{rows}</table>{more}" if rows else "<p>Nothing that calls for a rollback.</p>"
+    after = f"<p>After the first: {ONE_LOG}.</p>" if len(one.verdicts) > 1 else ""
+    said = f"<table>{head}{rows}</table>{more}{after}" if rows else "<p>Nothing that calls for a rollback.</p>"
     return f"<h2>{escape(str(one.file))}</h2><p>{len(one.rows)} training steps</p>{_curve(one)}{said}"
 
 

@@ -14,6 +14,7 @@ from supervisor import cli
 from supervisor.detect import examine_log, lines_about
 from supervisor.event_file import event_rows
 from supervisor.loss_log import read_loss_log
+from supervisor.report.detect_page import detect_page
 from worker.contract.config import SpikeConfig
 from worker.contract.loss_history import HistoryWriter, record
 
@@ -275,6 +276,7 @@ def test_what_follows_the_first_verdict_of_a_log_is_told_as_following_it(tmp_pat
     assert "that call for a rollback" in head
     assert "at step 6" in first
     assert "would have gone back there" in between
+    assert "would have gone back there" in detect_page([examine_log(tmp_path / "log.json", SpikeConfig())])
     assert more
     (tmp_path / "log.json").write_text(trainer_state(EXPLODES))
     assert len(lines_about(examine_log(tmp_path / "log.json", SpikeConfig()))) == 2
