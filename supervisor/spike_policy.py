@@ -155,14 +155,16 @@ def _lower_the_rate(run: RunState, seen: Observation, rules: Rules, verdict: Ver
     is_again = is_at_same_batches(run, verdict)
     goes_on = are_near(verdict.batches, tuple(positions_of(_skipped(run))))
     skip: tuple[SkippedBatches, ...] = ()
-    if is_again or goes_on or rules.recovery.spike.skip == "always":
+    scale = _lowered(run, rules, verdict)
+    is_elsewhere = not (is_again or goes_on or rules.recovery.spike.skip == "always")
+    if not is_elsewhere:
         skip = as_skips(_to_skip(run, seen, rules, verdict, target.step))
         why += f"; {_about_skip(rules, skip, is_again=is_again, goes_on=goes_on)}"
-    elif run.rolled_back_to is not None:
+    changes_nothing = not skip and scale == run_scale(run)  # the same attempt once more would end at the same step
+    if run.rolled_back_to is not None and (is_elsewhere or changes_nothing):
         target = _further_back(run, seen, rules, verdict, target, run.rolled_back_to)
-        is_further = target.step < run.rolled_back_to
-        why = f"again soon, at other batches: {_state(target)}" if is_further else f"{why}; none further back is left"
-    scale = _lowered(run, rules, verdict)
+        soon = "again soon, at other batches" if is_elsewhere else f"{why}, and the rate is as low as it goes"
+        why = f"{soon}: {_state(target)}" if target.step < run.rolled_back_to else f"{why}; none further back is left"
     return Answer(target, scale, why, ramp_from(rules, scale, target.step), skip)
 
 

@@ -113,6 +113,15 @@ def test_skip_always_and_never(tmp_path: Path) -> None:
     assert "recovery.spike.skip is never" in never.directive.reason
 
 
+@pytest.mark.parametrize("skip", ["never", "always"])
+def test_where_neither_batches_nor_rate_are_left_to_change_it_goes_further_back(tmp_path: Path, skip: str) -> None:
+    stage = laid_out(tmp_path, max_steps=150, skip=skip, min_lr_scale=0.5)  # no batch may be left out of so few
+    for again in range(3):
+        stage.spike(138, onset=136, loss=9.0 * 2**again)
+    assert answers(stage) == [("checkpoint-130", 0.5), ("checkpoint-120", 0.5), ("checkpoint-110", 0.5)]
+    assert "the rate is as low as it goes: the newest healthy one before the onset" in rollbacks(stage)[-1].reason
+
+
 # -- again elsewhere ---------------------------------------------------------------------------------------------------
 
 
