@@ -34,6 +34,7 @@ from worker.contract.config import Config
 from worker.contract.config import read as read_config
 from worker.contract.files import UnusableFileError, publish, publish_message
 from worker.contract.inference import Piece, Question
+from worker.contract.loss_history import broken_line
 from worker.contract.run_dir import RunDir
 
 OK: Final = 0
@@ -106,6 +107,8 @@ def status(args: argparse.Namespace) -> int:
         print(json.dumps({"runs": rows}, indent=2))
         return OK
     show_standing(rows, args.run is not None, args.dir, sys.stdout)
+    if args.run:
+        _warn_of_a_broken_history(found[0])
     return OK
 
 
@@ -129,6 +132,7 @@ def log(args: argparse.Namespace) -> int:
         follow_log(run_dir, since, sys.stdout)
     else:
         show_log(run_dir, since, sys.stdout)
+        _warn_of_a_broken_history(run_dir)
     return OK
 
 
@@ -145,7 +149,15 @@ def report(args: argparse.Namespace) -> int:
     """Write one offline page: the curve with its rollbacks, where the time went, what was lost and saved."""
     run_dir = find_run(args.run, args.dir)
     print(write_report(run_dir, args.output.absolute() if args.output else None))
+    _warn_of_a_broken_history(run_dir)
     return OK
+
+
+def _warn_of_a_broken_history(run_dir: RunDir) -> None:
+    line = broken_line(run_dir.history)
+    if line is not None:
+        mend = "what follows is not counted here; each checkpoint has a copy of the file up to its step"
+        print(f"{run_dir.history}: line {line} is no record though others follow it; {mend}", file=sys.stderr)
 
 
 def _say_goodbye(run_dir: RunDir) -> None:

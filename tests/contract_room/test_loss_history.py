@@ -24,6 +24,7 @@ from worker.contract.loss_history import (
     Probe,
     Record,
     Start,
+    broken_line,
     last_record,
     read_history,
     record,
@@ -128,6 +129,17 @@ class TestAnyCut:
         hole = len(states[3])
         path.write_bytes(states[-1][:hole] + b"\0" * 50 + states[-1][hole + 50 :])
         self.check(path, found[:3])
+
+    def test_a_broken_line_is_named_where_whole_ones_follow_it(self, folder: Path) -> None:
+        path = folder / "loss_history.json"
+        content = written(path, [one(step) for step in range(1, 9)])[-1]
+        assert broken_line(path) is None
+        lines = content.split(b"\n")
+        lines[4] = b'{"step": "x", "loss": [},'
+        path.write_bytes(b"\n".join(lines))
+        assert broken_line(path) == 5
+        path.write_bytes(b"\n".join(lines[:5]))  # torn: nothing follows
+        assert broken_line(path) is None
 
     def test_no_cut_at_all(self, folder: Path) -> None:
         path = folder / "loss_history.json"

@@ -152,6 +152,25 @@ def read_history(path: Path) -> list[Record]:
     return HistoryReader(path).new_records()
 
 
+def broken_line(path: Path) -> int | None:
+    """The line, from 1, where readers stop though whole records follow it; None = there is none.
+
+    A torn end and the zeros that a crashed host leaves are none: nothing that was ever written whole follows them.
+    """
+    try:
+        lines = _before_zeros(path.read_bytes()).split(b"\n")
+    except FileNotFoundError:
+        return None
+    is_no_record = [line not in (b"", b"[", b"]", b",") and _parse(line, path) is None for line in lines]
+    if True not in is_no_record:
+        return None
+    first = is_no_record.index(True)
+    has_more = any(
+        line.startswith(b"{") and not bad for line, bad in zip(lines[first:], is_no_record[first:], strict=True)
+    )
+    return first + 1 if has_more else None
+
+
 def last_record(path: Path) -> Record | None:
     """The last whole record, read from the end of the file in constant time; None where there is none."""
     try:
