@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from slurm.job import JobState
-from supervisor.journal import ResumeRequested, StopRequested
+from supervisor.journal import ResumeRequested, StopRequested, SubmitIntended
 from supervisor.requests import Request
 from supervisor.run_state import replay
 from tests.supervisor_room.stage import Stage
@@ -77,9 +77,16 @@ class Mortal(Stage):
         os._exit(0)
 
     def succeed(self) -> None:
-        """The next supervisor does the rest; a run that is over is left alone, as `higgsfield run` does."""
-        if not self.has_nothing_to_do:
-            self.start_supervisor()
+        """The next supervisor does the rest; a run that is over is left alone, as `higgsfield run` does.
+
+        It waits as long as the job of a submission without an answer may still show up.
+        """
+        if self.has_nothing_to_do:
+            return
+        self.start_supervisor()
+        self.settle()
+        if isinstance(self.watched.run.state.open_intent, SubmitIntended):
+            self.now += 2 * self.scheduler.message_timeout_s()
             self.settle()
 
     @property
