@@ -123,7 +123,7 @@ def _problem(place: tuple[str | int, ...], errors: Sequence[ErrorDetails]) -> Pr
         return _not_a_choice(keys, value, first["ctx"]["expected"])
     if kind in _BOUNDS:
         word, limit = _BOUNDS[kind]
-        return Problem(keys, f"{show(value)} is out of range", f"write a number {word} {first['ctx'][limit]:g}")
+        return Problem(keys, f"{show(value)} is out of range", f"write a number {word} {first['ctx'][limit]:.16g}")
     if kind == "finite_number":
         return Problem(keys, f"{value} is not finite", "write a finite number")
     if all(error["type"] in _WANTED for error in errors):

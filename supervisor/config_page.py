@@ -93,7 +93,7 @@ def _one_kind(way: dict[str, Any]) -> str:
     words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
     word = {**words, "object": "keys below it", "array": "list"}[way["type"]]
     limits = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    return ", ".join([word, *(f"{said} {way[name]:g}" for name, said in limits.items() if name in way)])
+    return ", ".join([word, *(f"{said} {way[name]:.16g}" for name, said in limits.items() if name in way)])
 
 
 def _default(section: dict[str, Any], name: str, field: dict[str, Any]) -> str:

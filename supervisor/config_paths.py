@@ -3,12 +3,13 @@
 import glob
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from supervisor.config_findings import Place, Problem
-from worker.contract.config import Config
+from worker.contract.config import ClusterConfig, Config
 from worker.contract.data_names import is_hub_name
 
 STDLIB = "stdlib"
@@ -32,8 +33,7 @@ def located(config: Config) -> Config:
 
 def missing_paths(config: Config) -> Iterator[Problem]:
     """Files and folders that ``config`` names and that are not there. A hub name cannot be told from here."""
-    if not config.run.dir:
-        yield Problem(("run", "dir"), "it is empty", "name the folder that holds the runs")
+    yield from _unusable_run_dir(config.run.dir)
     yield from _missing_data("train", config.data.train)
     yield from _missing_data("eval", config.data.eval)
     yield from _missing_folder(("model", "path"), config.model.path)
@@ -47,6 +47,29 @@ def missing_paths(config: Config) -> Iterator[Problem]:
         yield Problem(("model", "lora"), "the package peft is not installed here", mend)
     if config.data.tokenizer != BYTES:
         yield from _missing_folder(("data", "tokenizer"), config.data.tokenizer)
+    yield from _missing_python(config.cluster)
+
+
+def _unusable_run_dir(name: str) -> Iterator[Problem]:
+    """It may be made yet, but not where a file is in the way."""
+    mend = "name the folder that holds the runs"
+    if not name:
+        yield Problem(("run", "dir"), "it is empty", mend)
+        return
+    path = Path(_absolute(name))
+    # Not Path.exists: it raises where a folder on the way is closed to us.
+    nearest = next(each for each in (path, *path.parents) if os.path.exists(each))  # noqa: PTH110
+    if not nearest.is_dir():
+        yield Problem(("run", "dir"), f"{str(nearest)!r} is a file", mend)
+
+
+def _missing_python(cluster: ClusterConfig) -> Iterator[Problem]:
+    """Only where the worker runs on this machine, and no line of the setup may bring the interpreter."""
+    python = cluster.python
+    if python is None or cluster.kind != "local" or cluster.container is not None or cluster.setup:
+        return
+    if shutil.which(python) is None:
+        yield Problem(("cluster", "python"), f"there is no program {python!r}", "name an interpreter that is here")
 
 
 def _here(config: Config) -> bool:
@@ -119,8 +142,10 @@ def _absolute_entry(entry: str) -> str:
 
 
 def _absolute_pattern(entry: str) -> str:
-    """A glob seen from here, whatever characters the way to here has."""
-    return os.path.join(glob.escape(str(Path.cwd())), os.path.expanduser(entry))  # noqa: PTH111, PTH118
+    """A glob seen from here, whatever characters the way to here has, or to a home."""
+    user, slash, below = entry.partition("/")
+    home = glob.escape(os.path.expanduser(user)) if user.startswith("~") else user  # noqa: PTH111
+    return os.path.join(glob.escape(str(Path.cwd())), f"{home}{slash}{below}")  # noqa: PTH118
 
 
 def _absolute_folder(name: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """What no single key can say: settings that contradict each other, or that belong somewhere else. Pure."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem(("model",), "it names no model", "give model.path, or model.config", is_missing=True)
     if model.path is not None and model.config is not None:
         yield Problem(("model", "config"), "model.path is given too", "keep one, and set the other to null")
+        return  # what is missing beside a config need not be, should the path stay
     if model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield Problem(("model", "config"), "it has no model_type", "write one, such as model_type: llama")
     if model.lora is not None and model.path is None:
@@ -90,9 +92,17 @@ def _length(config: Config) -> Iterator[Problem]:
     if training.epochs is not None and training.max_steps is not None:
         mend = "keep one, and set the other to null"
         yield Problem(("training", "max_steps"), "training.epochs is given too", mend)
-    if training.max_steps is not None and warmup >= 1 and warmup > training.max_steps:
+    if training.max_steps is not None and warmup.is_integer() and warmup > training.max_steps:
         message = f"a warmup of {warmup:g} steps is longer than the run of {training.max_steps}"
         yield Problem(("training", "schedule", "warmup"), message, "make it shorter; below 1 it is a share of the run")
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    schedule = config.training.schedule
+    for name, value in (("warmup", schedule.warmup), ("decay", schedule.decay)):
+        if value > 1 and not value.is_integer():
+            message = f"{value:g} is neither a share of the run nor a whole number of steps"
+            yield Problem(("training", "schedule", name), message, "write a share below 1, or whole steps")
 
 
 _OPTIMIZER_KEYS = ("lr", "weight_decay", "betas", "eps", "momentum")
@@ -112,6 +122,9 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 def _evaluation(config: Config) -> Iterator[Problem]:
     data, every = config.data, config.training.eval_every
+    if data.eval and data.eval_share is not None:
+        yield Problem(("data", "eval_share"), "data.eval is given too", "keep one, and set the other to null")
+        return  # whichever stays, the rest is said of it then
     if every is not None and not data.eval and data.eval_share is None:
         mend = "give data.eval or data.eval_share, or set it to null"
         yield Problem(("training", "eval_every"), "there is nothing to evaluate on", mend)
@@ -119,8 +132,6 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         if getattr(data, name) and every is None:
             mend = "give training.eval_every, or set it to null"
             yield Problem(("data", name), "nothing says how often it is evaluated", mend)
-    if data.eval and data.eval_share is not None:
-        yield Problem(("data", "eval_share"), "data.eval is given too", "keep one, and set the other to null")
 
 
 def _columns(config: Config) -> Iterator[Problem]:
@@ -183,6 +194,34 @@ def _waiting(cluster: ClusterConfig) -> Iterator[Problem]:
             yield Problem(("cluster", "fallback", str(number)), "it leads nowhere", "give a partition, a qos, or both")
 
 
+_ADDRESS = re.compile(r"\s*[A-Za-z0-9]+://")
+
+
+def _notify(config: Config) -> Iterator[Problem]:
+    """Targets that no message can reach; what they hold is not shown, for it may be a password."""
+    for number, target in enumerate(config.notify):
+        place, mend = (
+            ("notify", str(number)),
+            "write an address as apprise takes it (scheme://...), or command: PROGRAM",
+        )
+        command = target.removeprefix("command:")
+        if command == target:
+            if not _ADDRESS.match(target):
+                yield Problem(place, "it is no address" if target.strip() else "it is empty", mend)
+        elif not command.strip():
+            yield Problem(place, "the command is empty", "write command: PROGRAM, or remove the entry")
+        elif not _has_balanced_quotes(command):
+            yield Problem(place, "a quote in the command is not closed", "close it, or write a backslash before it")
+
+
+def _has_balanced_quotes(command: str) -> bool:
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return False
+    return True
+
+
 def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:
     if text is None or text == "UNLIMITED":
         return
@@ -196,8 +235,8 @@ def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    *(_run, _entrypoint, _weights, _optimizer, _evaluation, _columns),
-    *(_extra, _recovery, _cluster),
+    *(_run, _entrypoint, _weights, _schedule, _optimizer, _evaluation, _columns),
+    *(_extra, _recovery, _cluster, _notify),
 )
 _OF_OUR_RECIPE: tuple[Callable[[Config], Iterator[Problem]], ...] = (_needed, _model, _length)
 """What a script of a person's own may do without."""

@@ -1,6 +1,7 @@
 """Reads documents: the files that a setting names, and in each of their rows a text, a pair or a conversation."""
 
 import glob
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,9 +94,10 @@ def format_of(path: Path, data: DataConfig) -> str:
 def find_files(key: str, wanted: Sequence[str], base: Path) -> list[Path | str]:
     """The files behind each entry: a file, a glob, everything in a folder, or ``stdlib``; sorted within an entry.
 
-    A name of the hub stays as it is.
+    A file that several entries name comes once, where it is named first. A name of the hub stays as it is.
     """
-    return [path for entry in wanted for path in _files_of(key, entry, base)]
+    found = (path for entry in wanted for path in _files_of(key, entry, base))
+    return list({os.path.normpath(path): path for path in found}.values())
 
 
 def _files_of(key: str, entry: str, base: Path) -> Sequence[Path | str]:
@@ -107,7 +109,8 @@ def _files_of(key: str, entry: str, base: Path) -> Sequence[Path | str]:
     if path.is_dir():
         found = [one for one in path.rglob("*") if not _is_hidden(one.relative_to(path))]
     else:
-        found = [Path(name) for name in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (absolute patterns too)
+        pattern = str(Path(glob.escape(str(base))) / Path(entry).expanduser())
+        found = [Path(name) for name in glob.glob(pattern, recursive=True)]  # noqa: PTH207 (absolute patterns too)
     files = sorted(one for one in found if one.is_file())
     if not files and is_hub_name(entry) and not path.is_dir():
         return [entry]

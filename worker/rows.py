@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,23 @@ def _parsed(data: bytes) -> Any:
 
 
 def rows_of_csv(path: Path) -> Rows:
-    """Fields by the names in the first line; BadFileError where the quotes do not add up."""
+    """Fields by the names in the first line; BadFileError where one is there twice, or the quotes do not add up."""
     csv.field_size_limit(sys.maxsize)  # a document may be longer than the 128 KiB that csv allows
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         try:
+            _check_names(rows.fieldnames or ())
             for row in rows:
                 yield rows.line_num, _checked_fields(row)
         except csv.Error as error:
             raise BadFileError(f"line {rows.line_num} is not CSV ({error}); mend or remove it") from None
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """BadFileError where two columns have one name: nobody could say which of them is meant."""
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise BadFileError(f"has the column {twice!r} {names.count(twice)} times; rename all but one")
 
 
 def _checked_fields(row: dict[Any, Any]) -> Any:
@@ -80,13 +88,14 @@ def _checked_fields(row: dict[Any, Any]) -> Any:
 
 
 def rows_of_parquet(path: Path) -> Rows:
-    """The table's rows; BadFileError where it is no Parquet file."""
+    """The table's rows; BadFileError where it is no Parquet file, or has two columns of one name."""
     import pyarrow  # here, because all other formats do without it
     import pyarrow.parquet
 
     try:
         number = 0
         with pyarrow.parquet.ParquetFile(path) as file:
+            _check_names(file.schema_arrow.names)
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1

@@ -86,7 +86,7 @@ def test_every_rank_that_waits_in_a_collective_leaves_its_stacks(room: Room) -> 
 
 
 def test_a_trainer_that_cannot_answer_leaves_what_proc_says(room: Room) -> None:
-    room.configure(hang_timeout_s=0.5)
+    room.configure(hang_timeout_s=1.0)
     room.trainer(1, STUCK)  # it never gave a sign of life, and SIGUSR1 is ignored as while it imports
     room.direct(1)
     room.agent()

@@ -43,6 +43,18 @@ LINES = [
         "training.max_steps: true is a truth value, a whole number is wanted; write a whole number",
     ),
     ("training.max_steps=0", "training.max_steps: 0 is out of range; write a number of at least 1"),
+    ("run.seed=4294967296", "run.seed: 4294967296 is out of range; write a number of at most 4294967295"),
+    (
+        "training.max_steps=1000000000001",
+        "training.max_steps: 1000000000001 is out of range; write a number of at most 1000000000000",
+    ),
+    ("training.optimizer.betas=[0.9, 1.0]", "training.optimizer.betas.1: 1.0 is out of range; write a number below 1"),
+    ("recovery.hang_timeout_s=0.5", "recovery.hang_timeout_s: 0.5 is out of range; write a number of at least 1"),
+    (
+        "training.optimizer.name=a..b:C",
+        "training.optimizer.name: 'a..b:C' is none of 'adamw', 'adam', 'sgd', 'lion', 'lamb' or 'sophia'; choose one "
+        "of these",
+    ),
     ("training.schedule.floor=1.5", "training.schedule.floor: 1.5 is out of range; write a number of at most 1"),
     ("spike.ratio=1.0", "spike.ratio: 1.0 is out of range; write a number above 1"),
     ("ema.decay=1", "ema.decay: 1 is out of range; write a number below 1"),
@@ -123,10 +135,23 @@ CONTRADICTIONS = [
     (["training.epochs=1"], "training.max_steps"),
     (["training.max_steps=null"], "training"),
     (["training.schedule.warmup=11"], "training.schedule.warmup"),
+    (["training.schedule.warmup=1.5"], "training.schedule.warmup"),
+    (["training.schedule.warmup=11.5"], "training.schedule.warmup"),
+    (["training.schedule.decay=2.5"], "training.schedule.decay"),
     (["training.eval_every=5"], "training.eval_every"),
     (["data.eval=words.txt"], "data.eval"),
     (["data.eval_share=0.1"], "data.eval_share"),
     (["data.eval_share=0.1", "data.eval=words.txt", "training.eval_every=5"], "data.eval_share"),
+    (["data.eval_share=0.1", "data.eval=words.txt"], "data.eval_share"),
+    (["model.path=gpt2", "data.tokenizer=null"], "model.config"),
+    (["run.dir=words.txt"], "run.dir"),
+    (["run.dir=words.txt/runs"], "run.dir"),
+    (["cluster.python=/nowhere/bin/python"], "cluster.python"),
+    (["notify=['']"], "notify.0"),
+    (["notify=['command: true', someone@host]"], "notify.1"),
+    (["notify=[{command: ''}]"], "notify.0"),
+    (["notify=['command: ']"], "notify.0"),
+    (['notify=[{command: "say \'it"}]'], "notify.0"),
     (["data.completion=null"], "data.completion"),
     (["data.text=null", "data.prompt=null", "data.completion=null", "data.messages=null"], "data.text"),
     (["recovery.spike.ramp_steps=5"], "recovery.spike.ramp_steps"),
@@ -180,6 +205,13 @@ FINE = [
     ["cluster.kind=slurm", "cluster.nodes=2"],
     ["cluster.time_limit=1-00:00:00", "supervisor.time_limit='30'"],
     ["cluster.time_limit=UNLIMITED"],
+    ["run.seed=4294967295", "training.max_steps=1000000000000", "training.optimizer.betas=[0.0, 0.999]"],
+    ["training.schedule.warmup=1.0", "training.schedule.decay=2.0"],
+    ["notify=['syslog://', 'mailto://me:secret@host', {command: \"say \\\"it's\\\"  # it's\"}]"],
+    ["cluster.python=sh"],
+    ["cluster.python=/nowhere/bin/python", "cluster.setup=[module load python]"],
+    ["cluster.python=/nowhere/bin/python", "cluster.kind=slurm"],
+    ["run.dir=not/yet/there"],
     ["cluster.time_limit=04:00:00"],
     ["cluster.sbatch={exclusive: true, mail-user: me, switches: 1}"],
 ]
@@ -188,6 +220,13 @@ FINE = [
 @pytest.mark.parametrize("overrides", FINE, ids=map(" ".join, FINE))
 def test_settings_that_go_together(folder: Path, overrides: list[str]) -> None:
     load_config(Path("small.yaml"), overrides)
+
+
+def test_an_address_that_is_none_is_not_shown(findings: Findings) -> None:
+    (found,) = findings("notify=['secret@host']")
+    assert str(found) == (
+        "--set: notify.0: it is no address; write an address as apprise takes it (scheme://...), or command: PROGRAM"
+    )
 
 
 def test_adapters_need_their_package_where_the_worker_runs(
@@ -200,4 +239,4 @@ def test_adapters_need_their_package_where_the_worker_runs(
         "--set: model.lora: the package peft is not installed here; pip install 'higgsfield-supervisor[lora]', or set "
         "it to null"
     )
-    load_config(Path("small.yaml"), [*adapted, "cluster.python=/elsewhere/bin/python"])
+    load_config(Path("small.yaml"), [*adapted, "cluster.kind=slurm", "cluster.python=/elsewhere/bin/python"])

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -67,6 +69,24 @@ class TestFiles:
         assert documents(tmp_path, train="b/**/*.txt") == [b"b/1.txt", b"b/2.txt", b"b/deep/3.txt"]
         assert documents(tmp_path, train="a b[1].md") == [b"a b[1].md"]
         assert documents(tmp_path, train=["b/2.txt", str(tmp_path / "b/1.txt")]) == [b"b/2.txt", b"b/1.txt"]
+
+    def test_a_file_that_several_entries_name_counts_once(self, tmp_path: Path) -> None:
+        for name in ("1.txt", "2.txt", "3.txt"):
+            (tmp_path / name).write_text(name)
+        twice = ["2.txt", "*.txt", f"{tmp_path}/deep/../3.txt", str(tmp_path)]
+        (tmp_path / "deep").mkdir()
+        assert documents(tmp_path, train=twice) == [b"2.txt", b"1.txt", b"3.txt"]
+
+    def test_a_glob_below_a_folder_whose_name_looks_like_one(self, tmp_path: Path) -> None:
+        odd = tmp_path / "run [1]*"
+        odd.mkdir()
+        (odd / "1.txt").write_text("one")
+        assert documents(odd, train="*.txt") == [b"one"]
+
+    def test_two_columns_of_one_name_in_parquet(self, tmp_path: Path) -> None:
+        table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        assert "has the column 'text' 2 times" in error_of(tmp_path, train="a.parquet")
 
     @pytest.mark.parametrize("missing", ["nowhere.txt", "nowhere/*.txt", "nowhere/"])
     def test_what_is_not_there_is_named(self, tmp_path: Path, missing: str) -> None:
@@ -144,6 +164,7 @@ class TestFormats:
             ("a.csv", b"text,n\na,1,2\n", "line 2 has more fields than the header"),
             ("a.csv", b"words\na\n", "line 2 has no 'text'"),
             ("a.csv", b'text\n"a\n', "is not CSV"),
+            ("a.csv", b"text,n,text\na,1,b\n", "has the column 'text' 2 times"),
             ("a.csv", b"text\n\xff\n", "is not UTF-8"),
             ("a.parquet", b"nope", "is not Parquet"),
         ],
@@ -299,15 +320,17 @@ class TestDigest:
         return built(folder, **{"train": "a.txt", "max_tokens": 4, **data}).digest
 
     def test_it_names_the_samples(self, tmp_path: Path) -> None:
+        (tmp_path / "b.txt").write_bytes(b"hello world")
         own = self.digest(tmp_path, b"hello world")
         assert own == self.digest(tmp_path, b"hello world")
+        assert own == self.digest(tmp_path, b"hello world", train=["a.txt", "a.txt"])
         assert own == self.digest(tmp_path, b"hello world", eval="stdlib", workers=2, shuffle=False)
         others = [
             self.digest(tmp_path, b"hello worle"),
             self.digest(tmp_path, b"hello world!"),
             self.digest(tmp_path, b"hello world", max_tokens=5),
             self.digest(tmp_path, b"hello world", pack=False),
-            self.digest(tmp_path, b"hello world", train=["a.txt", "a.txt"]),
+            self.digest(tmp_path, b"hello world", train=["a.txt", "b.txt"]),
         ]
         assert len({own, *others}) == 6
 

@@ -17,6 +17,7 @@ from worker.contract.yaml_file import YamlError, format_yaml, read_yaml
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -30,8 +31,8 @@ class RunConfig(Section):
 
     name: str
     """Name of the run and of its folder: letters, digits, ``_``, ``.`` and ``-``."""
-    seed: NotNegative = 42
-    """Seed of everything random in the worker."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 42
+    """Seed of everything random in the worker; numpy takes no larger one."""
     dir: str = "runs"
     """Folder that holds the run folders; relative to where the command is given."""
 
@@ -110,14 +111,14 @@ class OptimizerConfig(Section):
 
     name: (
         Literal["adamw", "adam", "sgd", "lion", "lamb", "sophia"]
-        | Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+        | Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
     ) = "adamw"
     """adamw (fused where the device has it), adam, sgd; lion, lamb and sophia of the extra ``optimizers``; or any
     optimizer as ``package.module:Class``."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate; where it is not given, one to start with for the optimizer of that name, to train a trained
     model further: adamw, adam and sophia 2e-5, lion 4e-6, lamb 1e-3, sgd 1e-2."""
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] | None = None
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] | None = None
     """adamw, adam, lion, lamb and sophia; null = the optimizer's own: 0.9 with 0.95 for adamw and adam, 0.99 for lion,
     0.999 for lamb; 0.965 with 0.99 for sophia."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -161,7 +162,7 @@ class TrainingConfig(Section):
 
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the data, frozen to steps at the first start; or give ``max_steps``."""
-    max_steps: Positive | None = None
+    max_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """Optimizer steps."""
     batch_size: Positive = 1
     """Sequences a device and micro-step."""
@@ -294,7 +295,7 @@ class RecoveryConfig(Section):
     """Jobs submitted within any hour; the next waits."""
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     """GPU hours after which the run saves and gives up, counted from the times at which its jobs were seen to run."""
-    hang_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    hang_timeout_s: Annotated[float, Field(ge=1)] = 1800.0
     """Seconds without progress that are a hang; longer where the run's own steps and saves take long, and in phases
     of which little is known."""
     absent_grace_s: Annotated[float, Field(ge=0)] = 120.0
