@@ -60,6 +60,8 @@ SIGNAL_SPREAD_S = 1.0
 REQUEUE_AFTER_S = 60.0
 REQUEUE_TIMEOUT_S = 60.0
 STAY_S = 600.0
+HANG_SPREAD_S = 10.0
+"""Within which all agents notice the same hang: pulses come every 5 s, and are looked at every second."""
 
 
 def main(run_dir: str, start: Mapping[str, Any]) -> NoReturn:
@@ -307,7 +309,8 @@ class Agent:
         if end.what == "hang":
             self.hang = watchdog.seen(process_state(child.pid))
         if end.what in ("hang", "rank_died"):
-            take_stacks(child, self._stacks(attempt), self.clock, self.sleep)
+            spread_s = min(HANG_SPREAD_S, 2 * self.config.recovery.hang_timeout_s) if end.what == "hang" else 0.0
+            take_stacks(child, self._stacks(attempt), spread_s, self.clock, self.sleep)
         child.end(end.what in ("hang", "fenced", "parent_died"), self.clock, self.sleep)
         return end
 

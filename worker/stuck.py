@@ -1,16 +1,28 @@
 """Where a trainer stands that makes no progress: its own stacks, or what the system says of it."""
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from worker.child import Child
+from worker.child import POLL_S, Child
 from worker.contract.files import publish
 
 
-def take_stacks(child: Child, stacks: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-    """Have the stacks of its threads written into ``stacks``; what /proc says where it does not answer within 5 s."""
-    if not child.dump_stacks(stacks, clock, sleep):
+def take_stacks(
+    child: Child, stacks: Path, spread_s: float, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
+    """Have the stacks of its threads written into ``stacks``; what /proc says where it does not answer.
+
+    For ``spread_s`` it is left as it is: a stopped one that is continued would let the other ranks go on, or break
+    their collective, before their agents have noticed too.
+    """
+    child.send(signal.SIGUSR1)
+    until = clock() + spread_s
+    while child.poll() is None and clock() < until:
+        sleep(POLL_S)
+    is_silent = child.poll() is None and not (stacks.exists() and stacks.stat().st_size)
+    if is_silent and not child.dump_stacks(stacks, clock, sleep):
         leave_what_proc_says(child.pid, stacks)
 
 

@@ -219,6 +219,8 @@ def test_a_frozen_trainer_leaves_its_stacks_and_is_ended(room: Room) -> None:
     trainer = room.noted("ready")["pid"]
     eventually(lambda: "(stopped)" in Path(f"/proc/{trainer}/status").read_text())
     room.direct(2, cause="hang")
+    eventually(lambda: room.said("ends its trainer: attempt 2"))
+    room.advance(11)  # for the other ranks to notice
     eventually(lambda: "in stuck" in room.run_dir.stacks(1, 0, 0).read_text())
     report = room.report()
     assert room.notes("term") == []
