@@ -50,7 +50,7 @@ from worker.contract.run_dir import RunDir
 from worker.memory_events import has_more_kills, own_kills
 from worker.staging import clear_own_staging, clear_temporary_files
 from worker.start import Start
-from worker.stuck import leave_what_proc_says, process_state, take_stacks
+from worker.stuck import leave_words, process_state, take_stacks, what_proc_says
 from worker.trainers import Trainers
 from worker.watchdog import Watchdog
 
@@ -261,7 +261,7 @@ class Agent:
         end = self.watch(self.child, directive.attempt)
         returncode = self.child.poll()
         if returncode is None:
-            leave_what_proc_says(self.child.pid, self._stacks(directive.attempt))
+            leave_words(what_proc_says(self.child.pid), self._stacks(directive.attempt))
             state = process_state(self.child.pid)
             raise UnkillableTrainerError(f"trainer {self.child.pid} survived SIGKILL: it is in state {state}")
         self._report_trainer(self.child, returncode, end, directive.attempt)

@@ -58,6 +58,8 @@ class Child:
         """
         rungs = [((signal.SIGTERM, signal.SIGCONT), TERM_GRACE_S), ((signal.SIGKILL,), KILL_GRACE_S)]
         for numbers, grace_s in rungs[at_once:]:
+            if self.poll() is not None:
+                break  # it went by itself meanwhile, and its number may be another's
             for number in numbers:
                 self.send(number)
             if _within(grace_s, lambda: self.poll() is not None, clock, sleep):
@@ -73,8 +75,9 @@ class Child:
             sizes.append(_size(stacks))
             return self.poll() is not None or before < sizes[-2] == sizes[-1]
 
-        for number in (signal.SIGUSR1, signal.SIGCONT):
-            self.send(number)
+        if self.poll() is None:
+            for number in (signal.SIGUSR1, signal.SIGCONT):
+                self.send(number)
         _within(HANG_GRACE_S, is_done, clock, sleep)
         return _size(stacks) > before
 

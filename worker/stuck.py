@@ -17,19 +17,22 @@ def take_stacks(
     For ``spread_s`` it is left as it is: a stopped one that is continued would let the other ranks go on, or break
     their collective, before their agents have noticed too.
     """
-    child.send(signal.SIGUSR1)
+    if child.poll() is None:
+        child.send(signal.SIGUSR1)
     until = clock() + spread_s
     while child.poll() is None and clock() < until:
         sleep(POLL_S)
-    is_silent = child.poll() is None and not (stacks.exists() and stacks.stat().st_size)
-    if is_silent and not child.dump_stacks(stacks, clock, sleep):
-        leave_what_proc_says(child.pid, stacks)
+    if child.poll() is not None or (stacks.exists() and stacks.stat().st_size):
+        return
+    words = what_proc_says(child.pid)  # before it is continued: it may crash before it can write
+    if not child.dump_stacks(stacks, clock, sleep):
+        leave_words(words, stacks)
 
 
-def leave_what_proc_says(pid: int, stacks: Path) -> None:
-    """Write it down, unless that cannot be done: a full disk must not keep a trainer alive."""
+def leave_words(words: str, stacks: Path) -> None:
+    """Write down what /proc said, unless that cannot be done: a full disk must not keep a trainer alive."""
     with contextlib.suppress(OSError):
-        publish(stacks, what_proc_says(pid) + "\n")
+        publish(stacks, words + "\n")
 
 
 def process_state(pid: int) -> str:

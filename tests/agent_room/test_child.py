@@ -14,7 +14,7 @@ from worker import agent
 from worker.agent_rules import StartTrainer
 from worker.child import Child, log_tail, spawn
 from worker.contract.exit_report import Outcome
-from worker.stuck import process_state, what_proc_says
+from worker.stuck import process_state, take_stacks, what_proc_says
 
 
 @pytest.fixture
@@ -55,6 +55,28 @@ def test_a_stopped_trainer_is_continued_so_that_it_can_answer(tmp_path: Path) ->
 def test_an_ended_trainer_is_not_asked_for_its_stacks(tmp_path: Path) -> None:
     ended = child(tmp_path, "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(5)); signal.pause()")
     assert ended.end(at_once=False, clock=lambda: 0.0, sleep=patient()) == -signal.SIGTERM
+
+
+def test_a_trainer_that_went_by_itself_meanwhile_is_ended_all_the_same(tmp_path: Path) -> None:
+    for at_once in (False, True):
+        over = child(tmp_path, "exit(20)")
+        sleep = patient()
+        while over.poll() is None:
+            sleep(0)
+        take_stacks(over, tmp_path / "stacks", 10.0, clock=lambda: 0.0, sleep=sleep)
+        assert not over.dump_stacks(tmp_path / "stacks", clock=lambda: 0.0, sleep=sleep)
+        assert over.end(at_once, clock=lambda: 0.0, sleep=sleep) == 20
+
+
+def test_what_proc_says_is_read_before_a_stopped_trainer_is_continued(tmp_path: Path) -> None:
+    code = "import os, signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); os.kill(os.getpid(), signal.SIGSTOP)"
+    stopped = child(tmp_path, code)  # continued, it ends without a word
+    sleep = patient()
+    while "(stopped)" not in Path(f"/proc/{stopped.pid}/status").read_text():
+        sleep(0)
+    take_stacks(stopped, tmp_path / "stacks", 0.0, clock=lambda: 0.0, sleep=sleep)
+    assert "T (stopped)" in (tmp_path / "stacks").read_text()
+    assert stopped.end(at_once=True, clock=lambda: 0.0, sleep=sleep) == 0
 
 
 def test_stacks_are_waited_for_no_longer_than_they_take_to_write(tmp_path: Path) -> None:
