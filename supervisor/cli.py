@@ -25,6 +25,8 @@ from supervisor.lease import HeldError, LostError, is_gone, read_holder
 from supervisor.levers import ask, check_step, wait_until_over
 from supervisor.live import watch_run
 from supervisor.notify import ask_targets
+from supervisor.page_file import page_place, publish_page
+from supervisor.report.figures import printable
 from supervisor.report.log_text import SinceError, since_time
 from supervisor.requests import Request
 from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
@@ -32,7 +34,7 @@ from supervisor.supervise import read_state, reopen, supervise, supervise_once
 from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal, write_report
 from worker.contract.config import Config
 from worker.contract.config import read as read_config
-from worker.contract.files import UnusableFileError, publish, publish_message
+from worker.contract.files import UnusableFileError, publish_message
 from worker.contract.inference import Piece, Question
 from worker.contract.loss_history import broken_line
 from worker.contract.run_dir import RunDir
@@ -46,6 +48,7 @@ HELD: Final = 5
 INTERRUPTED: Final = 130
 
 _A_PERSONS_DISK: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
+_A_PERSONS_NAME: Final = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 _EXIT_CODE_OF_STATE: Final = {"finished": OK, "gave_up": GAVE_UP, "stopped": STOPPED}
 
 
@@ -125,7 +128,7 @@ def _row(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
 def log(args: argparse.Namespace) -> int:
     """The rollback log."""
     run_dir = find_run(args.run, args.dir)
-    since = since_time(args.since) if args.since else 0.0
+    since = since_time(args.since) if args.since is not None else 0.0
     if args.json:
         write_journal(run_dir, since, args.follow, sys.stdout.buffer)
     elif args.follow:
@@ -148,7 +151,7 @@ def watch(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Write one offline page: the curve with its rollbacks, where the time went, what was lost and saved."""
     run_dir = find_run(args.run, args.dir)
-    print(write_report(run_dir, args.output.absolute() if args.output else None))
+    print(printable(str(write_report(run_dir, args.output))))
     _warn_of_a_broken_history(run_dir)
     return OK
 
@@ -287,19 +290,21 @@ def detect(args: argparse.Namespace) -> int:
     from supervisor.detect import examine_log, lines_about
 
     rules, examined, unusable = load_spike(args.set), [], []
+    if args.html is not None:
+        page_place(args.html)  # before anything is read: it may be refused
     for file in args.files:
         try:
             examined.append(examine_log(file, rules))
         except UnusableFileError as error:
             unusable.append(error)
             continue
-        print(json.dumps(examined[-1].as_json()) if args.json else "\n".join(lines_about(examined[-1])))
+        print(json.dumps(examined[-1].as_json()) if args.json else "\n".join(map(printable, lines_about(examined[-1]))))
     if args.html is not None:
         from supervisor.report.detect_page import detect_page
 
-        publish(args.html, detect_page(examined))
+        publish_page(args.html, detect_page(examined))
     for one in unusable:
-        print(" ".join(str(one).split()), file=sys.stderr)
+        _complain(str(one))
     return WRONG_INPUT if unusable else OK
 
 
@@ -396,6 +401,11 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
+def _complain(text: str) -> None:
+    """One line on stderr, whatever is in the names that it quotes."""
+    print(printable(" ".join(text.split())), file=sys.stderr)
+
+
 def _guarded(act: Callable[[], int]) -> int:
     try:
         return act()
@@ -403,21 +413,20 @@ def _guarded(act: Callable[[], int]) -> int:
         print("\n".join(str(finding) for finding in error.findings), file=sys.stderr)
         return WRONG_INPUT
     except (RunError, RequestError, SchedulerError, SinceError, UnusableFileError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+        _complain(str(error))
         return WRONG_INPUT
     except (HeldError, LostError) as error:
-        print(error, file=sys.stderr)
+        _complain(str(error))
         return HELD
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:
-        if error.errno not in _A_PERSONS_DISK:
+        is_name = error.errno in _A_PERSONS_NAME
+        if not is_name and error.errno not in _A_PERSONS_DISK:
             raise
-        print(
-            f"{error.filename or 'the disk'}: {error.strerror}; make room or use a folder that you may write",
-            file=sys.stderr,
-        )
+        mend = "make room or use a folder that you may write"
+        _complain(f"{error.filename or 'the disk'}: {error.strerror}" + ("" if is_name else f"; {mend}"))
         return WRONG_INPUT
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,7 @@ _BESIDE: Final = {
     *_STEP, *_LOSS, *_NORM, "epoch", "learning_rate", "lr", "time", "timestamp", "total_steps", "percentage",
     "elapsed_time", "remaining_time", "wall_time",
 }  # fmt: skip
+_MOST_DIGITS: Final = 310
 _OF_EVALUATION: Final = ("eval", "val", "valid", "test", "predict")
 _ITERATION: Final = re.compile(r"iteration\s+(\d+)\s*/\s*\d+\s*\|(.*)")
 
@@ -44,12 +46,7 @@ class Row:
 
 def read_loss_log(path: Path) -> tuple[int, list[Row]]:
     """How many rows a log has, and those of them that are training steps; UnusableFileError where it is none."""
-    try:
-        data = path.read_bytes()
-    except IsADirectoryError:
-        raise UnusableFileError(path, "it is a folder; name the log in it") from None
-    except OSError as error:
-        raise UnusableFileError(path, f"cannot be read: {error.strerror}") from None
+    data = _bytes_of(path)
     raw, may_drop_loss = _raw_rows(path, data)
     rows = [row for index, one in enumerate(raw) if (row := _row(index, one, may_drop_loss)) is not None]
     if not rows:
@@ -58,10 +55,25 @@ def read_loss_log(path: Path) -> tuple[int, list[Row]]:
     return len(raw), rows
 
 
+def _bytes_of(path: Path) -> bytes:
+    """What a regular file holds: reading a pipe or a device might never end."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise UnusableFileError(path, "it is a folder; name the log in it")
+        if not stat.S_ISREG(mode):
+            raise UnusableFileError(path, "is no regular file; write the log into one first")
+        return path.read_bytes()
+    except OSError as error:
+        raise UnusableFileError(path, f"cannot be read: {error.strerror}") from None
+
+
 def _raw_rows(path: Path, data: bytes) -> tuple[list[dict[str, Any]], bool]:
     """The rows as the file has them, and whether a row without a loss can be a step whose loss was dropped."""
     if is_event_file(path, data[:200]):
         return [_named(one) for one in event_rows(data)], False
+    if _is_wide(data):
+        raise UnusableFileError(path, "is not UTF-8 but UTF-16 or UTF-32; `iconv -f UTF-16 -t UTF-8` converts it")
     text = data.decode("utf-8-sig", "replace")
     if _ITERATION.search(text):
         return [_iteration(*found.groups()) for found in _ITERATION.finditer(text)], True
@@ -70,12 +82,18 @@ def _raw_rows(path: Path, data: bytes) -> tuple[list[dict[str, Any]], bool]:
     return _csv_rows(path, text)
 
 
+def _is_wide(data: bytes) -> bool:
+    """Whether each character has two bytes or more: by its mark, or as the first ones of Latin text have a zero."""
+    zeros = [byte == 0 for byte in data[:4]]
+    return data.startswith((b"\xff\xfe", b"\xfe\xff")) or zeros in ([True, False] * 2, [False, True] * 2)
+
+
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 
 def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as error:
         if not _begins_with_a_row(text):
             where = f"line {error.lineno}, column {error.colno}"
@@ -94,7 +112,7 @@ def _begins_with_a_row(text: str) -> bool:
     """Whether the first line that says something is whole JSON by itself: then each line is a row."""
     first = next((line for line in _stripped_lines(text)), "")
     try:
-        json.loads(first)
+        json.loads(first, parse_int=_whole)
     except (json.JSONDecodeError, RecursionError):
         return False
     return True
@@ -104,12 +122,17 @@ def _stripped_lines(text: str) -> list[str]:
     return [stripped for line in text.splitlines() if (stripped := line.strip().strip("[],\x00 "))]
 
 
+def _whole(digits: str) -> int | float:
+    """A whole number; infinite, as a float would be, where it has more digits than any float."""
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
+
+
 def _lines_of_json(path: Path, text: str) -> list[dict[str, Any]]:
     """One object a line, an array's commas and brackets around them; only the last line may be torn."""
     lines, rows = _stripped_lines(text), []
     for number, line in enumerate(lines, 1):
         try:
-            one = json.loads(line)
+            one = json.loads(line, parse_int=_whole)
         except (json.JSONDecodeError, RecursionError):
             if number < len(lines):
                 raise UnusableFileError(path, f"its row {number} is not JSON: {line[:60]!r}") from None
@@ -122,16 +145,21 @@ def _lines_of_json(path: Path, text: str) -> list[dict[str, Any]]:
 def _iteration(step: str, rest: str) -> dict[str, Any]:
     """A line of Megatron's log: ``iteration 100/ 5000 | lm loss: 6.4E+00 | grad norm: 1.2 | ...``."""
     pairs = (part.rsplit(":", 1) for part in rest.split("|") if ":" in part)
-    return {"step": int(step), **{_name(key.strip()): value.strip() for key, value in pairs}}
+    return {"step": _whole(step), **{_name(key.strip()): value.strip() for key, value in pairs}}
 
 
 def _csv_rows(path: Path, text: str) -> tuple[list[dict[str, Any]], bool]:
     head = text.partition("\n")[0]
-    delimiter = max(",\t;", key=head.count)
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",\t;", key=head.count), strict=True)
+    rows: list[dict[str, Any]] = []
+    last_line = 0
     try:
-        rows = [_named(one) for one in csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)]
+        for one in table:
+            rows.append(_named(one))
+            last_line = table.line_num
     except csv.Error as error:
-        raise UnusableFileError(path, f"neither JSON, nor a table, nor a log that is known: {error}") from None
+        where = f"from line {last_line + 1} on its quotes or separators are wrong ({error})"
+        raise UnusableFileError(path, f"neither JSON, nor a table, nor a log that is known: {where}") from None
     return rows, all(key in _BESIDE for key in (rows[0] if rows else ()))
 
 

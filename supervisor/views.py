@@ -9,14 +9,15 @@ from typing import Any, Final, TextIO
 
 from supervisor.journal import Event, SegmentStarted, parse_event, read_journal
 from supervisor.observation import Observation
+from supervisor.page_file import page_place, publish_page
 from supervisor.report.accounting import Accounting, account
+from supervisor.report.figures import printable
 from supervisor.report.log_text import closing_summary, entry_lines, log_lines
 from supervisor.report.page import Facts, render
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import WIDTH, is_milestone, is_told
 from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
-from worker.contract.files import publish
 from worker.contract.loss_history import read_history, surviving
 from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
@@ -39,15 +40,16 @@ def columns(out: TextIO) -> int:
 
 
 def write_report(run_dir: RunDir, path: Path | None = None) -> Path:
-    """Publish the run's page, as it stands now; where it lies."""
+    """Publish the run's page, as it stands now; where it lies.  UnusableFileError where no page may lie."""
+    place = page_place(path or run_dir.report)
     config = contract_config.read(run_dir.config)
     events, records = read_journal(run_dir.journal), read_history(run_dir.history)
     now = time.time()
     branch, after = surviving(records), config.checkpoint.healthy_after
     graded = tuple((manifest, health(manifest, branch, after)) for manifest in complete_checkpoints(run_dir))
     accounting = account(events, records, now, config.cluster.nodes)
-    publish(path or run_dir.report, render(Facts(config, events, records, accounting, graded, now)))
-    return path or run_dir.report
+    publish_page(place, render(Facts(config, events, records, accounting, graded, now)))
+    return place
 
 
 class ReportAtTheEnd:
@@ -75,7 +77,7 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
     """Print rows of ``supervisor.runs.standing``: all runs in columns, one run in detail with its last events."""
     now = time.time()
     if not rows:
-        print(f"no runs under {runs.resolve()}; --dir names another folder", file=out)
+        print(printable(f"no runs under {runs.resolve()}; --dir names another folder"), file=out)
     elif not in_detail:
         width = shutil.get_terminal_size().columns if out.isatty() else None
         print("\n".join(list_lines(rows, now, width)), file=out)

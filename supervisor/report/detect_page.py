@@ -5,6 +5,7 @@ from html import escape
 
 from supervisor.detect import ONE_LOG, Examined
 from supervisor.loss_log import Row
+from supervisor.report.figures import printable
 
 _WIDTH, _HEIGHT, _MARGIN = 960, 260, 8
 _BUCKETS = 800
@@ -30,7 +31,8 @@ def detect_page(examined: list[Examined]) -> str:
     """The page, whole."""
     body = "".join(_section(one) for one in examined)
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Loss logs, examined</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="generator" content="higgsfield">'
+        "<title>Loss logs, examined</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>Loss logs, examined</h1>{body}</body></html>\n"
     )
@@ -45,7 +47,7 @@ def _section(one: Examined) -> str:
     head = "<tr><th>found</th><th>at step</th><th>since step</th><th>row</th></tr>"
     after = f"<p>After the first: {ONE_LOG}.</p>" if len(one.verdicts) > 1 else ""
     said = f"<table>{head}{rows}</table>{more}{after}" if rows else "<p>Nothing that calls for a rollback.</p>"
-    return f"<h2>{escape(str(one.file))}</h2><p>{len(one.rows)} training steps</p>{_curve(one)}{said}"
+    return f"<h2>{escape(printable(str(one.file)))}</h2><p>{len(one.rows)} training steps</p>{_curve(one)}{said}"
 
 
 def _curve(one: Examined) -> str:

@@ -33,14 +33,15 @@ class SinceError(ValueError):
 def since_time(text: str, now: float | None = None) -> float:
     """UTC seconds of ``2h``, ``30min``, ``1d``, ``17:40``, ``2026-11-29`` or ``2026-11-29 17:40``, local time."""
     now = time.time() if now is None else now
-    ago = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text.strip())
+    moment = text.strip()
+    ago = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", moment)
     if ago:
         return now - float(ago[1]) * _UNITS_S[ago[2]]
     try:
-        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text.strip()):
-            text = f"{datetime.fromtimestamp(now):%Y-%m-%d} {text.strip():0>5}"
-        return datetime.fromisoformat(text.strip()).astimezone().timestamp()
-    except ValueError:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", moment):
+            moment = f"{datetime.fromtimestamp(now):%Y-%m-%d} {moment:0>5}"
+        return datetime.fromisoformat(moment).astimezone().timestamp()
+    except (ValueError, OverflowError):
         raise SinceError(f"--since {text!r}: give 2h, 30min, 1d, 17:40 or 2026-11-29 17:40") from None
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from supervisor.event_file import event_rows
 from supervisor.loss_log import read_loss_log
 from supervisor.report.detect_page import detect_page
 from worker.contract.config import SpikeConfig
+from worker.contract.files import UnusableFileError
 from worker.contract.loss_history import HistoryWriter, record
 
 NAN, INF = math.nan, math.inf
@@ -213,7 +215,18 @@ def test_the_settings_are_those_of_spike(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", "[1, 2]", '{"log_history": 3}', "a,b\n1,2\n", '{"loss": 1}\n{"los\n{"loss": 2}', "[" * 9999],
+    [
+        "",
+        "\ufeff{",
+        'step,loss\n1,"2.0\n2,2.0\n3,"2.0"\n',
+        "{}",
+        "[]",
+        "[1, 2]",
+        '{"log_history": 3}',
+        "a,b\n1,2\n",
+        '{"loss": 1}\n{"los\n{"loss": 2}',
+        "[" * 9999,
+    ],
 )
 def test_what_is_no_log_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "no.log"
@@ -280,3 +293,41 @@ def test_what_follows_the_first_verdict_of_a_log_is_told_as_following_it(tmp_pat
     assert more
     (tmp_path / "log.json").write_text(trainer_state(EXPLODES))
     assert len(lines_about(examine_log(tmp_path / "log.json", SpikeConfig()))) == 2
+
+
+def test_a_pipe_or_a_device_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert cli.main(["detect", str(tmp_path / "pipe"), "/dev/zero"]) == cli.WRONG_INPUT
+    assert capsys.readouterr().err.count("is no regular file") == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_another_encoding_is_named(encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text(table(EXPLODES), encoding=encoding)
+    with pytest.raises(UnusableFileError, match="is not UTF-8"):
+        read_loss_log(file)
+
+
+def test_a_quote_that_is_not_closed_is_named_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text('step,loss,note\n1,2.0,a\n2,2.0,"b\n3,2.0,c\n4,2.0,d\n')
+    with pytest.raises(UnusableFileError, match="from line 3 on"):
+        read_loss_log(file)
+
+
+def test_a_number_of_thousands_of_digits_is_not_finite(tmp_path: Path) -> None:
+    file, digits = tmp_path / "log", "9" * 5000
+    for text in (f'[{{"step": 1, "loss": {digits}}}]', f'{{"step": 1, "loss": {digits}}}\n{{"step": {digits}}}'):
+        file.write_text(text)
+        assert read_loss_log(file)[1][0].loss == INF
+    file.write_text(megatron(EXPLODES[:1]).replace("iteration        1/", f"iteration {digits}/"))
+    assert [row.step for row in read_loss_log(file)[1]] == [1]
+
+
+def test_a_name_paints_neither_terminal_nor_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "a\x1b[31m\nb\udc80.csv", tmp_path / "page.html"
+    file.write_text(table(EXPLODES))
+    assert cli.main(["detect", str(file), "--html", str(page)]) == cli.OK
+    assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+    assert "a\\x1b[31m\\nb" in page.read_text()

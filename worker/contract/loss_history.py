@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 from pydantic import Field, ValidationError
 
@@ -158,7 +158,8 @@ def broken_line(path: Path) -> int | None:
     A torn end and the zeros that a crashed host leaves are none: nothing that was ever written whole follows them.
     """
     try:
-        lines = _before_zeros(path.read_bytes()).split(b"\n")
+        with _open(path) as file:
+            lines = _before_zeros(file.read()).split(b"\n")
     except FileNotFoundError:
         return None
     is_no_record = [line not in (b"", b"[", b"]", b",") and _parse(line, path) is None for line in lines]
@@ -171,10 +172,18 @@ def broken_line(path: Path) -> int | None:
     return first + 1 if has_more else None
 
 
+def _open(path: Path) -> BinaryIO:
+    """The file, to be read; FileNotFoundError where there is none yet, UnusableFileError where it is a folder."""
+    try:
+        return open(path, "rb")
+    except IsADirectoryError:
+        raise UnusableFileError(path, "is a folder; move it away, the run's history has this name") from None
+
+
 def last_record(path: Path) -> Record | None:
     """The last whole record, read from the end of the file in constant time; None where there is none."""
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
             return _last_of_tail(path, file.fileno(), size)
     except FileNotFoundError:
@@ -184,7 +193,7 @@ def last_record(path: Path) -> Record | None:
 def recent_records(path: Path, length: int = 65_536) -> list[Record]:
     """The whole records within the last ``length`` bytes, at least the last one; [] where there is none."""
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - length))
             lines = _before_zeros(file.read()).split(b"\n")
@@ -238,7 +247,7 @@ class HistoryReader:
     def new_records(self) -> list[Record]:
         """Whole records since the last look, in file order; stops before a torn line and takes it up later."""
         try:
-            with open(self.path, "rb") as file:
+            with _open(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     raise UnusableFileError(self.path, "became shorter than what was read before")
                 file.seek(self._offset)
