@@ -160,13 +160,13 @@ def _warn_of_a_broken_history(run_dir: RunDir) -> None:
     line = broken_line(run_dir.history)
     if line is not None:
         mend = "what follows is not counted here; each checkpoint has a copy of the file up to its step"
-        print(f"{run_dir.history}: line {line} is no record though others follow it; {mend}", file=sys.stderr)
+        _complain(f"{run_dir.history}: line {line} is no record though others follow it; {mend}")
 
 
 def _say_goodbye(run_dir: RunDir) -> None:
     print(f"\nThe rollback log of {run_dir.path.name} (all of it: higgsfield log {run_dir.path}):")
     show_milestones(run_dir, sys.stdout)
-    print(f"\nEverything is in {run_dir.path}")
+    print("\n" + printable(f"Everything is in {run_dir.path}"))
     for path in (
         run_dir.final,
         run_dir.checkpoints,
@@ -192,14 +192,14 @@ def stop(args: argparse.Namespace) -> int:
     """Save, stop, and stay stopped until somebody says resume."""
     run_dir = find_run(args.run, args.dir)
     if read_state(run_dir).is_over:
-        print(f"{run_dir.path.name} is over already")
+        print(printable(f"{run_dir.path.name} is over already"))
         return OK
     publish_message(run_dir.request, Request(verb="stop", by=getpass.getuser()))
     holder = read_holder(run_dir)
     if holder is not None and not is_gone(holder):
         print(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting", flush=True)
         if wait_until_over(run_dir):
-            print(f"{run_dir.path.name} is stopped")
+            print(printable(f"{run_dir.path.name} is stopped"))
             return OK
     code = _EXIT_CODE_OF_STATE[supervise(run_dir, sys.stdout).state]
     return OK if code == STOPPED else code
@@ -241,7 +241,7 @@ def pin(args: argparse.Namespace) -> int:
     run_dir = find_run(args.run, args.dir)
     check_step(run_dir, args.step, or_scratch=False)
     ask(run_dir, Request(verb="pin", by=getpass.getuser(), to=args.step, asked_at=time.time()), sys.stdout)
-    print(f"{run_dir.path.name}: checkpoint-{args.step} is kept for good")
+    print(printable(f"{run_dir.path.name}: checkpoint-{args.step} is kept for good"))
     return OK
 
 
@@ -351,7 +351,7 @@ def doctor(args: argparse.Namespace) -> int:
     else:
         for item in items:
             mend = f"; {item.mend}" if item.mend else ""
-            print(f"{'ok     ' if item.ok else 'MISSING'}  {item.name}: {item.message}{mend}")
+            print(printable(f"{'ok     ' if item.ok else 'MISSING'}  {item.name}: {item.message}{mend}"))
     return OK if all(item.ok for item in items) else UNFORESEEN
 
 
