@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,9 @@ def test_an_interrupted_test_leaves_no_process_of_its_run(tmp_path: Path) -> Non
     house = House(folder, environment())
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "--confcutdir", str(tmp_path)]
     argv = [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_it.py")]
-    test = subprocess.Popen(argv, cwd=ROOT, env=environment(), process_group=0)
+    # A shell's background job ignores SIGINT and hands that down; a person's terminal does not.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    test = subprocess.Popen(argv, cwd=ROOT, env=environment(), process_group=0, preexec_fn=heeds)
     try:
         eventually(lambda: house.run.history.exists() and house.records, 300)
         assert len(house.processes()) > 2
