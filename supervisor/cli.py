@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, SchedulerError, choose
 from supervisor.arguments import parser_of
-from supervisor.config import ConfigError, load_config, load_spike
+from supervisor.config import ConfigError, load_config, load_spike, load_targets
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import HeldError, LostError, is_gone, read_holder
 from supervisor.levers import ask, check_step, wait_until_over
@@ -29,8 +29,9 @@ from supervisor.page_file import page_place, publish_page
 from supervisor.report.figures import printable
 from supervisor.report.log_text import SinceError, since_time
 from supervisor.requests import Request
+from supervisor.run_state import OVER
 from supervisor.runs import RunError, all_runs, find_run, open_or_create, standing, unreadable
-from supervisor.supervise import read_state, reopen, supervise, supervise_once
+from supervisor.supervise import own_job, own_job_name, read_state, reopen, supervise, supervise_once
 from supervisor.views import follow_log, show_log, show_milestones, show_standing, write_journal, write_report
 from worker.contract.config import Config
 from worker.contract.config import read as read_config
@@ -86,12 +87,11 @@ def submit(args: argparse.Namespace) -> int:
         mend = "start it with `higgsfield run`, or set supervisor.place to job"
         raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
     _ask_before_creating(args.config, config, with_supervisor=True)
-    run_dir = open_or_create(config)
+    run_dir = open_or_create(config, may_change=True)
     if read_state(run_dir).state == "finished":
         print(f"{config.run.name} is finished already: {run_dir.path}")
         return OK
-    state = reopen(run_dir)
-    name = f"hs-{state.run_id[:8]}"
+    name = own_job_name(reopen(run_dir, config))
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     live = scheduler.find(name)
     job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
@@ -118,11 +118,24 @@ def status(args: argparse.Namespace) -> int:
 def _row(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
     """A run's row; one that cannot be read does not hide the others."""
     try:
-        return standing(run_dir, in_detail)
+        row = standing(run_dir, in_detail)
+        return row if row["state"] in OVER else row | _who_comes(run_dir, row["supervisor"])
     except UnusableFileError as error:
         if in_detail:
             raise
         return unreadable(run_dir, str(error))
+
+
+def _who_comes(run_dir: RunDir, holder: dict[str, Any] | None) -> dict[str, Any]:
+    """The supervisor's own job, where no supervisor is known to live; nothing where the scheduler does not answer."""
+    if holder is not None and holder["alive"]:
+        return {}
+    try:
+        job = own_job(run_dir)
+    except SchedulerError:
+        return {}
+    told = job and {"id": job.job_id, "state": job.state.value, "why": job.why, "starts_at": job.starts_at}
+    return {"supervisor_job": told}
 
 
 def log(args: argparse.Namespace) -> int:
@@ -209,6 +222,8 @@ def rollback(args: argparse.Namespace) -> int:
     """Go back to a checkpoint by a person's word; a run that was stopped or gave up goes on from there."""
     run_dir = find_run(args.run, args.dir)
     _check_rollback(args, run_dir)
+    if not _is_supervised(run_dir):
+        print(f"{run_dir.path.name}: nobody supervises it; its job is started from here, and left alone", flush=True)
     asked = Request(
         verb="rollback", by=getpass.getuser(), to=args.to, lr_scale=args.lr_scale, skip=args.skip, asked_at=time.time()
     )
@@ -219,10 +234,26 @@ def rollback(args: argparse.Namespace) -> int:
     if state.plan is not None:
         start, rate = state.plan.resume_from or "scratch", f"{state.plan.lr_scale:g} of the configured rate"
         print(f"{run_dir.path.name}: attempt {state.attempt} begins from {start} at {rate}")
-    holder = read_holder(run_dir)
-    if holder is None or is_gone(holder):
-        print(f"{run_dir.path.name}: nobody supervises it from here on: higgsfield resume {run_dir.path}")
+    if not _is_supervised(run_dir):
+        _say_who_may_supervise(run_dir)
     return OK
+
+
+def _is_supervised(run_dir: RunDir) -> bool:
+    holder = read_holder(run_dir)
+    return holder is not None and not is_gone(holder)
+
+
+def _say_who_may_supervise(run_dir: RunDir) -> None:
+    """Name the job that will, or what a person can say."""
+    job = _who_comes(run_dir, None).get("supervisor_job")
+    if job:
+        print(f"{run_dir.path.name}: its supervisor's job {job['id']} supervises it when it starts")
+        return
+    here = f"higgsfield resume {run_dir.path} (here)"
+    if read_config(run_dir.config).supervisor.place == "job":
+        here = f"higgsfield submit {run_dir.config} (a job), or {here}"
+    print(f"{run_dir.path.name}: nobody supervises it from here on: {here}")
 
 
 def _check_rollback(args: argparse.Namespace, run_dir: RunDir) -> None:
@@ -345,7 +376,7 @@ def doctor(args: argparse.Namespace) -> int:
 
     items = examine(args.dir)
     if args.notify is not None:
-        items += ask_targets(load_config(args.notify, []))
+        items += ask_targets(load_targets(args.notify))
     if args.json:
         print(json.dumps({"checks": [vars(item) for item in items]}, indent=2))
     else:

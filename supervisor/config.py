@@ -13,7 +13,7 @@ import supervisor
 from supervisor.config_findings import ConfigError, Finding, Place, Problem, problems_of, show
 from supervisor.config_paths import located, missing_paths
 from supervisor.config_rules import contradictions
-from worker.contract.config import Config, Section, SpikeConfig
+from worker.contract.config import Config, RunConfig, Section, SpikeConfig, Targets
 from worker.contract.yaml_file import YamlError, parse_yaml, read_yaml
 
 __all__ = ["ConfigError", "Finding", "load_config", "shipped_configs"]
@@ -56,6 +56,24 @@ def load_spike(overrides: Sequence[str] = ()) -> SpikeConfig:
         merged.override(place, value)
     try:
         return _SpikeAlone.model_validate(merged.values).spike
+    except ValidationError as error:
+        raise merged.error(problems_of(error, merged.values)) from None
+
+
+class Told(Section):
+    """A configuration of which only is wanted who is told, and of which run."""
+
+    run: RunConfig
+    notify: Targets = ()
+
+
+def load_targets(path: Path) -> Told:
+    """Who is told by the configuration of ``path``; nothing else in it is looked at. ConfigError as ``load_config``."""
+    merged = _Merged(str(path))
+    for file, values in _layers(path, ()).values():
+        merged.add({key: values[key] for key in Told.model_fields if key in values}, str(file))
+    try:
+        return Told.model_validate(merged.values)
     except ValidationError as error:
         raise merged.error(problems_of(error, merged.values)) from None
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from slurm.job import JobState
+from supervisor.config import Told
 from supervisor.doctor import CheckedItem
 from supervisor.journal import Event
 from supervisor.observation import Observation
@@ -204,7 +205,7 @@ def has_apprise() -> bool:
     return importlib.util.find_spec("apprise") is not None
 
 
-def _try_targets(config: Config) -> list[tuple[str, str | None]]:
+def _try_targets(config: Told | Config) -> list[tuple[str, str | None]]:
     """Send a test to every target of a configuration: what it is, and why it failed, None where it did not."""
     note = Note("test", "this is a test of higgsfield doctor --notify; nothing happened")
     message = message_of(config.run.name, config.run.dir, [note])
@@ -215,7 +216,7 @@ def _try_targets(config: Config) -> list[tuple[str, str | None]]:
     return [(each.what, each.failure(0.0)) for each in begun]
 
 
-def ask_targets(config: Config) -> list[CheckedItem]:
+def ask_targets(config: Told | Config) -> list[CheckedItem]:
     """Send a test to each target of ``notify``; their addresses are not shown."""
     if not config.notify:
         return [CheckedItem("notify", False, "the configuration names nobody", "give `notify` a list of addresses")]

@@ -191,6 +191,8 @@ def apply(run: RunState, event: Event) -> RunState:
     after = replace(_count_busy(_apply(run, event), event), memory=remember(run.memory, event))
     if after.state != run.state:
         after = replace(after, since=event.time)
+    if isinstance(event, JobSeen) and not event.reason and run.job is not None and run.reason == run.job.reason:
+        return replace(after, reason=f"job {event.job_id} is {event.state}")  # why it waited is no news any more
     return replace(after, reason=event.reason) if event.reason and _says_why(run, after, event) else after
 
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slurm.job import JobState
 from supervisor.budget import gpu_hours
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
-from supervisor.run_state import RunState, replay
+from supervisor.run_state import OVER, RunState, replay
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
 from worker.contract.files import UnusableFileError, append_line, encode
@@ -25,6 +26,9 @@ from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
 
 _FOLDERS = ("checkpoints", "attempts", "quarantine", "logs")
+_CHANGEABLE = frozenset({"cluster", "recovery", "supervisor", "notify"})
+_SHAPE = frozenset(f"cluster.{name}" for name in ("kind", "nodes", "tasks_per_node", "gpus_per_node"))
+"""How many ranks there are, which makes the batch; and the scheduler that knows the jobs of the run."""
 _COLUMNS = [
     "name",
     "dir",
@@ -48,11 +52,14 @@ class RunError(Exception):
     """A run that cannot be made, found or read; the message is one line for a person."""
 
 
-def open_or_create(config: Config) -> RunDir:
-    """The run's folder: a new one, made whole or not at all, or the one that is there with the same configuration."""
+def open_or_create(config: Config, *, may_change: bool = False) -> RunDir:
+    """The run's folder: a new one, made whole or not at all, or the one that is there with the same configuration.
+
+    With ``may_change``, a run that was stopped or gave up may differ in keys that leave the training as it is.
+    """
     run_dir = RunDir(Path(config.run.dir) / config.run.name)
     if run_dir.path.exists():
-        _check_same(run_dir, config)
+        _check_same(run_dir, config, may_change=may_change)
         return run_dir
     try:
         _create(run_dir, config)
@@ -66,21 +73,42 @@ def open_or_create(config: Config) -> RunDir:
     return run_dir
 
 
-def _check_same(run_dir: RunDir, config: Config) -> None:
+def _check_same(run_dir: RunDir, config: Config, *, may_change: bool = False) -> None:
     if not run_dir.config.exists():
         raise RunError(f"{run_dir.path}: is there and is no run of ours; choose another run.name")
     try:
         there = contract_config.read(run_dir.config)
     except UnusableFileError as error:
         raise RunError(f"{error}; put it back, or choose another run.name") from None
-    if there != config:
-        keys = ", ".join(_differences(there.model_dump(), config.model_dump()))
-        mend = f"choose another run.name, or remove {run_dir.path} to begin anew"
-        raise RunError(f"{run_dir.path}: another run has this name (it differs in {keys}); {mend}")
     if not run_dir.journal.exists():
         raise RunError(f"{run_dir.journal}: is gone; put it back, or choose another run.name")
+    if there != config:
+        _check_change(run_dir, changed_keys(there, config), may_change)
     if not os.access(run_dir.path, os.W_OK):
         raise RunError(f"{run_dir.path}: may not be written by you; run it as its owner or choose another run.dir")
+
+
+def _check_change(run_dir: RunDir, keys: Sequence[str], may_change: bool) -> None:
+    told, path = ", ".join(keys), run_dir.path
+    if not all(map(_leaves_the_training, keys)):
+        mend = f"choose another run.name, or remove {path} to begin anew"
+        raise RunError(f"{path}: another run has this name (it differs in {told}); {mend}")
+    state = replay(read_journal(run_dir.journal)).state
+    if state == "finished" or (may_change and state in OVER):
+        return
+    first = "" if state in OVER else f"`higgsfield stop {path}` first, then "
+    mend = f"{first}submit this file, or change {run_dir.config} and `higgsfield resume {path}`"
+    raise RunError(f"{path}: this run has another {told}; to go on with the new one {mend}")
+
+
+def _leaves_the_training(key: str) -> bool:
+    """Whether a run may go on with another value of it: who watches, where it waits, what answers what."""
+    return key.partition(".")[0] in _CHANGEABLE and key not in _SHAPE
+
+
+def changed_keys(there: Config, config: Config) -> list[str]:
+    """The keys, as ``cluster.partition``, in which two configurations differ."""
+    return _differences(there.model_dump(), config.model_dump())
 
 
 def _differences(left: dict[str, Any], right: dict[str, Any], prefix: str = "") -> list[str]:
@@ -190,8 +218,8 @@ def _max_steps(config: Config, events: list[Event]) -> int | None:
 
 def _job(state: RunState) -> dict[str, Any] | None:
     job = state.job
-    if job is None:
-        return None
+    if job is None or (state.is_over and not JobState(job.state).is_over):
+        return None  # nobody looks at the job of a run that is over: what was seen last is stale
     told = {"id": job.job_id, "state": job.state, "why": job.why, "because": job.reason, "nodes": list(job.nodes)}
     draining = sorted(state.memory.draining & set(job.nodes))
     return told | {"draining": draining, "starts_at": job.starts_at, "ends_at": job.ends_at}

@@ -4,9 +4,10 @@ import contextlib
 import getpass
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
+from slurm.job import JobStatus
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.actions import SupervisedRun
 from supervisor.audience import Audience
@@ -18,9 +19,11 @@ from supervisor.notify import Notifier
 from supervisor.report.screen import Screen
 from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
+from supervisor.runs import changed_keys
 from supervisor.views import ReportAtTheEnd
 from supervisor.watch import Watched, one_pass, seconds_between_passes, watch
 from worker.contract import config as contract_config
+from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
 
 
@@ -90,14 +93,20 @@ def _in_hand(watched: Watched, lease: Lease) -> Iterator[None]:
         lease.give_up()
 
 
-def reopen(run_dir: RunDir) -> RunState:
-    """Make sure that nobody supervises the run, and that it is not over, before a supervisor is started for it."""
+def reopen(run_dir: RunDir, config: Config) -> RunState:
+    """Make sure that nobody supervises the run, and that it is not over, before a supervisor is started for it.
+
+    A run that was over goes on by ``config``, as ``open_or_create`` allowed it.
+    """
     lease = take_lease(run_dir)
     try:
         mend_journal(run_dir.journal)
         state = read_state(run_dir)
         if state.is_over:
-            Journal(run_dir.journal, time.time, lease.check).record(_asked(), state.attempt, lease.term)
+            changed = changed_keys(contract_config.read(run_dir.config), config)
+            if changed:
+                contract_config.write(run_dir.config, config)
+            Journal(run_dir.journal, time.time, lease.check).record(_asked(changed), state.attempt, lease.term)
             run_dir.stop_file.unlink(missing_ok=True)
         return state
     finally:
@@ -143,6 +152,18 @@ def _is_over(scheduler: Scheduler) -> Callable[[str], bool]:
     return ask
 
 
-def _asked() -> ResumeRequested:
-    user = getpass.getuser()
-    return ResumeRequested(by=user, reason=f"{user} asked for the run to go on")
+def own_job(run_dir: RunDir) -> JobStatus | None:
+    """The supervisor's own job, waiting or running; None where there is none. SchedulerError where nobody can say."""
+    scheduler = choose(contract_config.read(run_dir.config).cluster.kind, run_dir.jobs)
+    found = scheduler.find(own_job_name(read_state(run_dir)))
+    return found[0] if found else None
+
+
+def own_job_name(run: RunState) -> str:
+    """What the supervisor's own job is called, and found by."""
+    return f"hs-{run.run_id[:8]}"
+
+
+def _asked(changed: Sequence[str] = ()) -> ResumeRequested:
+    user, told = getpass.getuser(), f", with another {', '.join(changed)}" if changed else ""
+    return ResumeRequested(by=user, reason=f"{user} asked for the run to go on{told}")

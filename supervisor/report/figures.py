@@ -4,6 +4,9 @@ import math
 from datetime import datetime
 from typing import Final
 
+FAR_S: Final = 14 * 86400.0
+"""An expected start further away than this is Slurm's way to say that it does not know."""
+
 _SIZES: Final = ("B", "kB", "MB", "GB", "TB")
 
 

@@ -6,13 +6,11 @@ A row is what ``supervisor.runs.standing`` answers and ``status --json`` prints.
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from supervisor.report.figures import count, duration, local_moment, printable
+from supervisor.report.figures import FAR_S, count, duration, local_moment, printable
 from supervisor.run_state import OVER
 
 Row = dict[str, Any]
 
-_FAR_S: Final = 14 * 86400.0
-"""An expected start further away than this is Slurm's way to say that it does not know."""
 _COLUMNS: Final = ("run", "state", "step", "loss", "rate", "rolled back", "")
 _BUDGETS: Final = {"rollbacks_left": "more rollbacks", "attempts_left": "more attempts without progress"}
 
@@ -80,7 +78,7 @@ def _expected(job: dict[str, Any], now: float) -> str:
     starts_at = job["starts_at"]
     if job["state"] != "PENDING":
         return ""
-    if starts_at is None or not now < starts_at < now + _FAR_S:
+    if starts_at is None or not now < starts_at < now + FAR_S:
         return ", Slurm names no start"
     return f", Slurm expects it to start about {local_moment(starts_at, now)}"
 
@@ -90,8 +88,11 @@ def _ends(row: Row, now: float) -> str:
 
 
 def _unattended(row: Row) -> str:
+    job = row.get("supervisor_job")
+    if job and job["state"] != "RUNNING":
+        return f"its supervisor's job {job['id']} waits"
     holder = row["supervisor"]
-    return "nobody supervises it" if holder is None or holder["alive"] is False else ""
+    return "nobody supervises it" if not job and (holder is None or holder["alive"] is False) else ""
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -157,9 +158,14 @@ def _job(row: Row, now: float) -> str:
 
 
 def _supervisor(row: Row) -> str:
-    holder = row["supervisor"]
-    if holder is None or holder["alive"] is False:
-        return f"nobody supervises it: higgsfield resume {row['dir']}"
+    holder, job = row["supervisor"], row.get("supervisor_job")
+    is_gone = holder is None or holder["alive"] is False
+    if job and (is_gone or job["state"] != "RUNNING"):
+        why = f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
+        return f"its supervisor's job {job['id']} is {job['state']}{why}: it supervises the run when it starts"
+    if is_gone:  # without the key nobody has asked, or the scheduler did not answer
+        unless = "" if "supervisor_job" in row else "unless a job of its supervisor waits, "
+        return f"nobody supervises it: {unless}higgsfield resume {row['dir']}"
     return f"process {holder['pid']} on {holder['host']}"
 
 

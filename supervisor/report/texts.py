@@ -31,7 +31,7 @@ from supervisor.journal import (
     WouldHaveDone,
 )
 from supervisor.report.accounting import Interruption
-from supervisor.report.figures import count, duration, local_time, node_hours, printable
+from supervisor.report.figures import FAR_S, count, duration, local_time, node_hours, printable
 from worker.contract.loss_history import BatchPosition, LeftOutBatch
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ProgressMade)
@@ -126,6 +126,12 @@ def _wrap(head: str, margin: str, text: str, width: int) -> list[str]:
 # -- what each event says ----------------------------------------------------------------------------------------------
 
 
+def _expected(job: JobSeen) -> str:
+    if job.state != "PENDING" or job.starts_at is None or job.starts_at > job.time + FAR_S:
+        return ""
+    return f"; Slurm expects it to start at {local_time(job.starts_at)}"
+
+
 def text_of(event: Event) -> str:
     """What happened, in one sentence."""
     match event:
@@ -136,9 +142,7 @@ def text_of(event: Event) -> str:
         case WouldHaveDone():
             return f"would have begun at {_start(event)}, at {event.lr_scale:g} of the configured rate ({event.cause})"
         case JobSeen() if event.reason:
-            is_expected = event.state == "PENDING" and event.starts_at is not None
-            expected = f"; Slurm expects it to start at {local_time(event.starts_at or 0.0)}" if is_expected else ""
-            return f"{event.reason}{expected}"
+            return f"{event.reason}{_expected(event)}"
         case JobSeen():
             nodes = f" on {', '.join(event.nodes)}" if event.nodes else ""
             why = f" ({event.why})" if event.why and event.why != "None" else ""

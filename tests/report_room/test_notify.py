@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slurm.job import JobState, JobStatus
-from supervisor import notify
+from supervisor import cli, doctor, notify
 from supervisor.audience import Audience
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.journal import Continued, Event, Finished, GaveUp, JobSeen, ProgressMade, RolledBack
@@ -163,6 +163,21 @@ def test_apprise_gets_title_and_body(ear: tuple[str, list[dict[str, Any]]], tmp_
     assert message["title"] == "r: gave up"
     assert "3 rollbacks brought no new healthy checkpoint" in message["message"]
     notifier.close(RunState())
+
+
+def test_doctor_needs_nothing_of_a_configuration_but_who_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda _: [])
+    file = tmp_path / "my-run.yaml"
+    file.write_text("extends: base.yaml\nrun: {name: r}\nmodel: {path: /not/here}\nnotify: [{command: cat > heard}]\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["doctor", "--notify", str(file)]) == cli.OK
+    assert "notify target 1 (command) took a test" in capsys.readouterr().out
+    assert told(tmp_path / "heard")[0]["title"] == "r: test"
+    file.write_text("run: {name: r}\nnotify: 3\n")
+    assert cli.main(["doctor", "--notify", str(file)]) == cli.WRONG_INPUT
+    assert "notify" in capsys.readouterr().err
 
 
 def test_doctor_sends_a_test_to_each(tmp_path: Path) -> None:

@@ -73,13 +73,15 @@ def test_a_hang_and_what_was_only_observed_say_all_there_is() -> None:
 
 def test_no_file_can_paint_the_terminal_or_forge_a_line() -> None:
     evil = "\x1b[2J\nFINISHED all is well"
-    event = JobSeen(job_id="1", state="PENDING", why=evil, nodes=(evil,))
+    event = JobSeen(job_id="1", state="PENDING", why=evil, nodes=(evil,), time=BEGIN - 60)
     for line in event_lines(event):
         assert line.isprintable()
     words = event.model_copy(update={"reason": "job 1 waits: other jobs come first", "starts_at": BEGIN})
     assert "waits: other jobs come first; Slurm expects it to start at 2023-11-14 23:13:20 CET" in " ".join(
         " ".join(event_lines(words)).split()
     )
+    far = words.model_copy(update={"starts_at": BEGIN + 365 * 86400})
+    assert "expects" not in " ".join(event_lines(far)), "a year is Slurm's way to say that it does not know"
     row = standing_row(reason=evil, name=evil)
     assert all(line.isprintable() for line in [*list_lines([row], BEGIN), *detail_lines(row, BEGIN)])
 
@@ -206,7 +208,7 @@ def test_status_of_a_run_under_way_and_of_one_that_waits(tmp_path: Path) -> None
     lines = detail_lines(standing_row() | details, BEGIN)
     lines += detail_lines(standing_row(state="queued", job=WAITING, eta=None) | details, BEGIN)
     alone = {"host": "h", "pid": 1, "alive": False}
-    lines += detail_lines(standing_row(job=None, supervisor=alone) | details, BEGIN)
+    lines += detail_lines(standing_row(job=None, supervisor=alone, supervisor_job=None) | details, BEGIN)
     assert_told("status-details", "\n".join(lines) + "\n")
 
 

@@ -394,6 +394,9 @@ def _target(value: Any) -> Any:
     return f"command: {value['command']}" if is_command else value
 
 
+Targets = Annotated[tuple[Annotated[str, BeforeValidator(_target)], ...], Field(strict=False)]
+
+
 class Config(Section):
     """A run's whole configuration."""
 
@@ -407,7 +410,7 @@ class Config(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
-    notify: Annotated[tuple[Annotated[str, BeforeValidator(_target)], ...], Field(strict=False)] = ()
+    notify: Targets = ()
     """Who is told of rollbacks, hangs, long waits and the end: addresses of apprise, or ``command: PROGRAM``."""
 
 

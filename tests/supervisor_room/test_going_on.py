@@ -1,0 +1,189 @@
+"""Who supervises a run when nobody does: its supervisor's own job, a person's word, and what may change with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.job import JobState
+from supervisor import cli, supervise
+from supervisor.job_request import supervisor_request
+from supervisor.journal import ResumeRequested
+from supervisor.run_state import replay
+from supervisor.runs import standing
+from tests.supervisor_room.stage import Stage
+from worker.contract.config import format_config, read
+from worker.contract.exit_report import ErrorDetail, Outcome
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A run that trains, whose supervisor is gone; the verbs ask its scheduler."""
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.claim()
+    stage.train(25)
+    stage.settle()
+    stage._forget_lease()
+    monkeypatch.setattr(supervise, "choose", lambda *_: stage.scheduler)
+    monkeypatch.setattr(cli, "choose", lambda *_: stage.scheduler)
+    return stage
+
+
+def supervisors_job(stage: Stage) -> str:
+    name = supervise.own_job_name(stage.watched.run.state)
+    return stage.scheduler.submit(supervisor_request(stage.config, stage.run_dir, name))
+
+
+def stopped(stage: Stage) -> Stage:
+    stage.start_supervisor()
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    assert stage.state == "stopped"
+    stage._forget_lease()
+    return stage
+
+
+def other_file(stage: Stage, **sections: dict[str, Any]) -> Path:
+    """The run's configuration with other values, as a person's file."""
+    config = stage.config
+    for name, keys in sections.items():
+        config = config.model_copy(update={name: getattr(config, name).model_copy(update=keys)})
+    file = stage.run_dir.path.with_name("mine.yaml")
+    file.write_text(format_config(config))
+    return file
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert cli.main(argv) == cli.OK
+    return " ".join(capsys.readouterr().out.split())
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_is_told_to_resume_while_the_supervisor_s_own_job_may_come(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(stage.run_dir.path)
+    assert f"nobody supervises it: higgsfield resume {run}" in told(capsys, "status", run)
+    job_id = supervisors_job(stage)
+    for state in (JobState.PENDING, JobState.REQUEUED, JobState.HELD):
+        stage.scheduler.set_state(job_id, state, why="Priority")
+        text = told(capsys, "status", run)
+        assert f"its supervisor's job {job_id} is {state.value} (Priority)" in text
+        assert "resume" not in text
+        assert f"its supervisor's job {job_id} waits" in told(capsys, "status", "--dir", str(stage.run_dir.path.parent))
+    [row] = json.loads(told(capsys, "status", run, "--json"))["runs"]
+    assert row["supervisor_job"] == {"id": job_id, "state": "HELD", "why": "Priority", "starts_at": None}
+    stage.scheduler.set_state(job_id, JobState.CANCELLED)
+    assert f"nobody supervises it: higgsfield resume {run}" in told(capsys, "status", run)
+
+
+def test_a_scheduler_that_does_not_answer_leaves_it_open_who_comes(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.scheduler.fail("find")
+    assert "unless a job of its supervisor waits, higgsfield resume" in told(capsys, "status", str(stage.run_dir.path))
+
+
+def test_a_supervisor_that_lives_is_not_asked_for(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.start_supervisor()
+    stage.scheduler.calls.clear()
+    assert "supervisor process" in told(capsys, "status", str(stage.run_dir.path))
+    assert stage.scheduler.calls == []
+
+
+def test_why_a_job_waited_is_not_the_last_that_happened_once_it_runs(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="Priority")
+    stage.settle()
+    assert "waits: " in standing(stage.run_dir, in_detail=True)["job"]["because"]
+    stage.start_job()
+    stage.settle()
+    assert standing(stage.run_dir, in_detail=True)["reason"] == f"job {stage.job_id} is RUNNING"
+
+
+def test_a_run_that_gave_up_has_no_running_job(stage: Stage) -> None:
+    stage.start_supervisor()
+    assert standing(stage.run_dir, in_detail=False)["job"]["state"] == "RUNNING"
+    stage.leave(Outcome.REFUSED, error=ErrorDetail(type="DataError", message="gone"))
+    stage.settle()
+    assert stage.state == "gave_up"
+    job = replay(stage.events).job
+    assert job is not None
+    assert job.state == "RUNNING", "nobody looks at it any more"
+    assert standing(stage.run_dir, in_detail=False)["job"] is None
+
+
+# -- rollback ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollback_that_nobody_supervises_says_so_first_and_names_who_may(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stage.run_dir
+    text = told(capsys, "rollback", str(run.path), "--to", "20")
+    assert text.startswith("r: nobody supervises it; its job is started from here, and left alone")
+    assert f"higgsfield submit {run.config} (a job), or higgsfield resume {run.path} (here)" in text
+    job_id = supervisors_job(stage)
+    text = told(capsys, "rollback", str(run.path), "--to", "20")
+    assert f"its supervisor's job {job_id} supervises it when it starts" in text
+    assert "resume" not in text
+    assert "the supervisor is" in told(capsys, "submit", str(run.config)), "the run's own file serves too"
+
+
+# -- another configuration ---------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_goes_on_with_another_time_limit_and_mode(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(stage)
+    recovery = {"mode": "observe"}
+    file = other_file(stage, cluster={"time_limit": "02:00:00", "partition": "long"}, recovery=recovery)
+    assert "the supervisor is" in told(capsys, "submit", str(file))
+    config = read(stage.run_dir.config)
+    assert (config.cluster.time_limit, config.cluster.partition) == ("02:00:00", "long")
+    assert config.recovery.mode == "observe"
+    [resumed] = [event for event in stage.events if isinstance(event, ResumeRequested)]
+    assert resumed.reason.endswith("with another recovery.mode, cluster.partition, cluster.time_limit")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"training": {"max_steps": 200}}, "another run has this name (it differs in training.max_steps)"),
+        ({"cluster": {"nodes": 2}}, "another run has this name (it differs in cluster.nodes)"),
+        (
+            {"cluster": {"nodes": 2, "partition": "long"}},
+            "another run has this name (it differs in cluster.partition, cluster.nodes)",
+        ),
+    ],
+)
+def test_what_changes_the_training_is_another_run(
+    stage: Stage, capsys: pytest.CaptureFixture[str], sections: dict[str, dict[str, Any]], said: str
+) -> None:
+    before = stopped(stage).run_dir.config.read_bytes()
+    assert cli.main(["submit", str(other_file(stage, **sections))]) == cli.WRONG_INPUT
+    assert said in capsys.readouterr().err
+    assert stage.run_dir.config.read_bytes() == before
+    assert stage.state == "stopped"
+
+
+@pytest.mark.parametrize("verb", ["submit", "run"])
+def test_a_run_under_way_is_stopped_first_and_the_message_names_the_way(
+    stage: Stage, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    before = stage.run_dir.config.read_bytes()
+    assert cli.main([verb, str(other_file(stage, cluster={"time_limit": "02:00:00"}))]) == cli.WRONG_INPUT
+    said = capsys.readouterr().err
+    assert f"`higgsfield stop {stage.run_dir.path}` first, then submit this file" in said
+    assert f"or change {stage.run_dir.config} and `higgsfield resume {stage.run_dir.path}`" in said
+    assert "remove" not in said
+    assert stage.run_dir.config.read_bytes() == before
