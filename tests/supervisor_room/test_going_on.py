@@ -14,6 +14,7 @@ from supervisor.job_request import supervisor_request
 from supervisor.journal import ResumeRequested
 from supervisor.run_state import replay
 from supervisor.runs import standing
+from supervisor.verbs import going
 from tests.supervisor_room.stage import Stage
 from worker.contract.config import format_config, read
 from worker.contract.exit_report import ErrorDetail, Outcome
@@ -30,7 +31,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage.settle()
     stage._forget_lease()
     monkeypatch.setattr(supervise, "choose", lambda *_: stage.scheduler)
-    monkeypatch.setattr(cli, "choose", lambda *_: stage.scheduler)
+    monkeypatch.setattr(going, "choose", lambda *_: stage.scheduler)
     return stage
 
 

@@ -1,0 +1,130 @@
+"""Verbs that let a run go on, or end it: run, submit, resume, stop."""
+
+import argparse
+import getpass
+import sys
+from pathlib import Path
+
+from slurm.job import RequestError
+from slurm.scheduler import LocalScheduler, choose
+from supervisor.config import load_config
+from supervisor.job_request import supervisor_request, worker_request
+from supervisor.lease import is_gone, read_holder
+from supervisor.levers import wait_until_over
+from supervisor.report.figures import printable
+from supervisor.requests import Request
+from supervisor.runs import RunError, find_run, open_or_create
+from supervisor.supervise import own_job_name, read_state, reopen, supervise, supervise_once
+from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED
+from supervisor.views import show_milestones
+from worker.contract.config import Config
+from worker.contract.files import publish_message
+from worker.contract.run_dir import RunDir
+
+
+def run(args: argparse.Namespace) -> int:
+    """Supervise in the foreground; make the run first if it is new."""
+    config = load_config(args.config, args.set)
+    _ask_before_creating(args.config, config, with_supervisor=False)
+    run_dir = open_or_create(config)
+    try:
+        state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
+    except KeyboardInterrupt:
+        return _say_that_it_goes_on(run_dir)
+    if args.once:
+        return OK
+    _say_goodbye(run_dir)
+    return EXIT_CODE_OF_STATE[state.state]
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Start the run and a supervisor of its own, and return."""
+    config = load_config(args.config, args.set)
+    if config.supervisor.place != "job":
+        mend = "start it with `higgsfield run`, or set supervisor.place to job"
+        raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
+    _ask_before_creating(args.config, config, with_supervisor=True)
+    run_dir = open_or_create(config, may_change=True)
+    if read_state(run_dir).state == "finished":
+        print(f"{config.run.name} is finished already: {run_dir.path}")
+        return OK
+    name = own_job_name(reopen(run_dir, config))
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    live = scheduler.find(name)
+    job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
+    where = "process" if isinstance(scheduler, LocalScheduler) else "job"
+    print(f"{config.run.name}: the supervisor is {where} {job_id}; you may log out now")
+    print(f"where it stands: higgsfield status {run_dir.path}")
+    print(f"what happened:   higgsfield log {run_dir.path}")
+    return OK
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Save, stop, and stay stopped until somebody says resume."""
+    run_dir = find_run(args.run, args.dir)
+    if read_state(run_dir).is_over:
+        print(printable(f"{run_dir.path.name} is over already"))
+        return OK
+    publish_message(run_dir.request, Request(verb="stop", by=getpass.getuser()))
+    holder = read_holder(run_dir)
+    if holder is not None and not is_gone(holder):
+        print(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting", flush=True)
+        if wait_until_over(run_dir):
+            print(printable(f"{run_dir.path.name} is stopped"))
+            return OK
+    code = EXIT_CODE_OF_STATE[supervise(run_dir, sys.stdout).state]
+    return OK if code == STOPPED else code
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Let a run go on that was stopped, gave up or lost its supervisor; in the foreground."""
+    run_dir = find_run(args.run, args.dir)
+    if read_state(run_dir).state == "finished":
+        print(f"{run_dir.path.name} is finished already: {run_dir.path}")
+        return OK
+    try:
+        state = supervise(run_dir, sys.stdout, is_asked=True)
+    except KeyboardInterrupt:
+        return _say_that_it_goes_on(run_dir)
+    _say_goodbye(run_dir)
+    return EXIT_CODE_OF_STATE[state.state]
+
+
+def _say_goodbye(run_dir: RunDir) -> None:
+    print(f"\nThe rollback log of {run_dir.path.name} (all of it: higgsfield log {run_dir.path}):")
+    show_milestones(run_dir, sys.stdout)
+    print("\n" + printable(f"Everything is in {run_dir.path}"))
+    for path in (
+        run_dir.final,
+        run_dir.checkpoints,
+        run_dir.history,
+        run_dir.history_csv,
+        run_dir.journal,
+        run_dir.report,
+    ):
+        if path.exists():
+            print(f"  {path.name}")
+
+
+def _say_that_it_goes_on(run_dir: RunDir) -> int:
+    print(
+        f"\nthe worker goes on without a supervisor; `higgsfield resume {run_dir.path}` supervises it again,",
+        file=sys.stderr,
+    )
+    print(f"`higgsfield stop {run_dir.path}` saves and ends it", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _ask_before_creating(file: Path, config: Config, *, with_supervisor: bool) -> None:
+    """Ask the scheduler's opinion of a new run's jobs, so that no folder is made for jobs that it would refuse."""
+    run_dir = RunDir(Path(config.run.dir) / config.run.name)
+    if run_dir.path.exists():
+        return
+    try:
+        worker = worker_request(config, run_dir, "hf-00000000", 1)
+    except RequestError as error:  # load_config has looked at everything but the folder
+        raise RunError(f"run.dir: {error}; choose another folder") from None
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    scheduler.test_only(worker)
+    if with_supervisor:
+        scheduler.test_only(supervisor_request(config, run_dir, "hs-00000000"))
