@@ -24,7 +24,7 @@ from typing import Any
 
 from supervisor.detect import find_verdicts
 from supervisor.loss_log import Row, read_loss_log
-from worker.contract.config import SpikeConfig
+from worker.contract.recovery_config import SpikeConfig
 
 Rule = Callable[[Sequence[Row]], list[int]]
 """The positions, among the rows, at which a rule acts."""

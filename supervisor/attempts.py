@@ -9,10 +9,12 @@ from supervisor.journal import AttemptDecided, Cost, Plan, Where
 from supervisor.memory import memory_text
 from supervisor.observation import Observation
 from supervisor.run_state import MAY_COME_BACK, RunState
-from worker.contract.config import CheckpointConfig, ClusterConfig, Config, RecoveryConfig
+from worker.contract.cluster_config import ClusterConfig
+from worker.contract.config import Config
 from worker.contract.directive import Cause
 from worker.contract.exit_report import NO_WORLD_ERROR
 from worker.contract.manifest import Manifest
+from worker.contract.recovery_config import CheckpointConfig, RecoveryConfig
 from worker.contract.run_dir import checkpoint_name
 
 _QUEUED = (JobState.PENDING, JobState.HELD, JobState.CONFIGURING, JobState.REQUEUED)

@@ -15,8 +15,8 @@ from supervisor.journal import NodeStruck
 from supervisor.observation import Observation
 from supervisor.run_state import RunState
 from supervisor.spike_policy import is_at_same_batches
-from worker.contract.config import RecoveryConfig
 from worker.contract.exit_report import ExitReport, Outcome
+from worker.contract.recovery_config import RecoveryConfig
 
 MAX_EXCLUSIONS: Final = 3
 """Nodes that are excluded without progress in between; then it is not the nodes."""

@@ -13,7 +13,9 @@ import supervisor
 from supervisor.config_findings import ConfigError, Finding, Place, Problem, problems_of, show
 from supervisor.config_paths import located, missing_paths
 from supervisor.config_rules import contradictions
-from worker.contract.config import Config, RunConfig, Section, SpikeConfig, Targets
+from worker.contract.config import Config, RunConfig, Targets
+from worker.contract.recovery_config import SpikeConfig
+from worker.contract.section import Section
 from worker.contract.yaml_file import YamlError, parse_yaml, read_yaml
 
 __all__ = ["ConfigError", "Finding", "load_config", "shipped_configs"]

@@ -9,6 +9,7 @@ from typing import Any
 from supervisor.config_findings import show
 from worker.contract import config as models
 from worker.contract.owned_fields import OWNED_FIELDS
+from worker.contract.section import Section
 
 _HEAD = """\
 # Every key of a configuration
@@ -67,9 +68,13 @@ def _inner(whole: dict[str, Any], field: dict[str, Any]) -> tuple[dict[str, Any]
     return None, False
 
 
+def _model(name: str) -> type[Section]:
+    return {section.__name__: section for section in Section.__subclasses__()}[name]
+
+
 def _told(name: str) -> dict[str, str]:
     """The docstrings of a section's fields by name, and under the empty name its own."""
-    (found,) = ast.parse(inspect.getsource(getattr(models, name))).body
+    (found,) = ast.parse(inspect.getsource(_model(name))).body
     assert isinstance(found, ast.ClassDef)
     told = {"": ast.get_docstring(found) or ""}
     for field, after in zip(found.body, found.body[1:], strict=False):
@@ -99,7 +104,7 @@ def _one_kind(way: dict[str, Any]) -> str:
 def _default(section: dict[str, Any], name: str, field: dict[str, Any]) -> str:
     if name in section.get("required", []):
         return "to be given"
-    model = getattr(models, section["title"])
+    model = _model(section["title"])
     value = field.get("default", model.model_fields[name].get_default(call_default_factory=True))
     return f"`{show(list(value) if isinstance(value, tuple) else value)}`"
 

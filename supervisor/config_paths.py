@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from supervisor.config_findings import Place, Problem
-from worker.contract.config import ClusterConfig, Config
+from worker.contract.cluster_config import ClusterConfig
+from worker.contract.config import Config
 from worker.contract.data_names import is_hub_name
 
 STDLIB = "stdlib"

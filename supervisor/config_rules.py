@@ -9,7 +9,8 @@ from slurm.job import OWN_OPTIONS, RequestError
 from slurm.parsing import ParseError, duration_s
 from supervisor.config_findings import Place, Problem
 from supervisor.job_request import supervisor_request, worker_request
-from worker.contract.config import ClusterConfig, Config
+from worker.contract.cluster_config import ClusterConfig
+from worker.contract.config import Config
 from worker.contract.owned_fields import refused_fields
 from worker.contract.run_dir import RunDir, is_run_name
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from supervisor.loss_log import Row, read_loss_log
-from worker.contract.config import SpikeConfig
 from worker.contract.loss_history import ACTED
+from worker.contract.recovery_config import SpikeConfig
 from worker.spikes import Detector
 
 

@@ -11,8 +11,8 @@ from supervisor.journal import SubmitIntended
 from supervisor.observation import Observation
 from supervisor.queue_policy import follow_queue
 from supervisor.run_state import RunState
-from worker.contract.config import RecoveryConfig
 from worker.contract.directive import Cause
+from worker.contract.recovery_config import RecoveryConfig
 
 CLAIM_WAIT_S: Final = 60.0
 """How long a running job may take to claim an attempt that was published for it."""

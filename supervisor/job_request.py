@@ -6,7 +6,8 @@ from typing import Final
 
 from slurm.job import JobRequest, Resources
 from slurm.parsing import duration_s
-from worker.contract.config import ClusterConfig, Config
+from worker.contract.cluster_config import ClusterConfig
+from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
 
 _WARNING_S: Final = 120

@@ -15,10 +15,10 @@ from typing import Any, Self
 import torch
 import xxhash
 
-from worker.contract.config import CheckpointConfig
 from worker.contract.files import Message, sync_folder
 from worker.contract.loss_history import Record
 from worker.contract.manifest import MANIFEST, FileEntry, Health, Manifest, complete_checkpoints, health
+from worker.contract.recovery_config import CheckpointConfig
 from worker.contract.run_dir import RunDir, checkpoint_name
 from worker.wrap import replaced
 

@@ -16,8 +16,9 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
-from worker.contract.config import Config, DataConfig
+from worker.contract.config import Config
 from worker.contract.data_report import DataReport, SetReport
+from worker.contract.recipe_config import DataConfig
 from worker.documents import DataError, Row, SetKey, read_rows
 from worker.row_filter import RowFilter
 from worker.sources import Locate, Piece, pieces_between, rows_of_samples

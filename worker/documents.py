@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from worker.contract.config import DataConfig
 from worker.contract.data_names import is_hub_name
+from worker.contract.recipe_config import DataConfig
 from worker.rows import FORMAT_OF_ENDING, ROWS_OF_FORMAT, WORD_OF_FORMAT, BadFileError, BadRow, rows_of_hub
 
 SetKey = Literal["train", "eval"]

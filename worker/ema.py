@@ -11,7 +11,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from worker.contract.config import EmaConfig
+from worker.contract.recipe_config import EmaConfig
 from worker.shards import let_go_of_the_whole, own_part, part_of_whole, whole_of_parts
 
 FILE_NAME = "ema.safetensors"

@@ -22,6 +22,7 @@ from worker.contract.files import UnusableFileError, encode
 from worker.contract.inference import Piece, Question, Weights
 from worker.contract.loss_history import read_history, surviving
 from worker.contract.manifest import UnusableCheckpointError, complete_manifest
+from worker.contract.recipe_config import EmaConfig
 from worker.contract.run_dir import RunDir
 from worker.ema import Ema, EmaError
 from worker.models import ModelError, build_tokenizer
@@ -155,7 +156,7 @@ def _sampling(question: Question) -> dict[str, Any]:
 @contextmanager
 def _average_of(model: Any, chosen: Chosen, config: configuration.Config) -> Iterator[None]:
     """A checkpoint's average in the place of its weights."""
-    average = Ema(model, config.ema or configuration.EmaConfig())
+    average = Ema(model, config.ema or EmaConfig())
     average.load(chosen.folder / EMA)
     with average.swapped_into(model):
         yield

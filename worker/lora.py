@@ -8,8 +8,8 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from worker.contract.config import LoraConfig
 from worker.contract.manifest import FrozenBase
+from worker.contract.recipe_config import LoraConfig
 from worker.leaving import RefusedError
 from worker.shards import own_part
 

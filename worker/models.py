@@ -21,7 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from worker.contract.config import Config, ModelConfig
+from worker.contract.config import Config
+from worker.contract.recipe_config import ModelConfig
 from worker.lora import LoraError, with_adapters
 
 _LIBRARY_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError)

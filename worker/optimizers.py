@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from worker.contract.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from worker.contract.recipe_config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from worker.leaving import RefusedError
 from worker.sophia import sophia_arguments
 

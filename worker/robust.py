@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from worker.contract.config import SpikeConfig
+from worker.contract.recovery_config import SpikeConfig
 from worker.judgement import AcceptedLevel, Judgement, Streak, learned, median, middle_of, worse
 
 FAR_SPREADS: Final = 5.0

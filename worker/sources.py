@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from worker.contract.config import DataConfig
 from worker.contract.loss_history import SourceRows
+from worker.contract.recipe_config import DataConfig
 from worker.documents import format_of
 from worker.rows import WORD_OF_FORMAT
 from worker.token_cache import Tokens

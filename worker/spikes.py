@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from worker.contract.config import SpikeConfig
 from worker.contract.loss_history import ACTED
+from worker.contract.recovery_config import SpikeConfig
 from worker.judgement import AcceptedLevel, Judgement, Rule, Streak, learned, median, worse
 from worker.robust import FAR_SPREADS, Robust, level_of
 from worker.watched import Watched

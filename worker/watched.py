@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from worker.contract.config import SpikeConfig
 from worker.contract.loss_history import ACTED
+from worker.contract.recovery_config import SpikeConfig
 from worker.judgement import Judgement, worse
 from worker.robust import Robust
 

@@ -7,7 +7,8 @@ import pytest
 from slurm.job import RequestError
 from supervisor.config import load_config
 from supervisor.job_request import supervisor_request, warning_s, worker_request
-from worker.contract.config import ClusterConfig, Config
+from worker.contract.cluster_config import ClusterConfig
+from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
 
 RUN = RunDir(Path("/runs/small"))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recipe_room.recipes import LLAMA, configured
-from worker.contract.config import EmaConfig
+from worker.contract.recipe_config import EmaConfig
 from worker.ema import Ema, EmaError
 from worker.models import build_model
 

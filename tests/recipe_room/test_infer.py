@@ -8,11 +8,11 @@ import pytest
 from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
 from worker.checkpoints import EMA as EMA_FILE
 from worker.contract import config as configuration
-from worker.contract.config import EmaConfig
 from worker.contract.files import publish_message
 from worker.contract.inference import Piece, Question
 from worker.contract.loss_history import HistoryWriter, Record
 from worker.contract.manifest import MANIFEST, FileEntry, Manifest
+from worker.contract.recipe_config import EmaConfig
 from worker.contract.run_dir import RunDir
 from worker.ema import Ema
 from worker.infer import NoWeightsError, answer, choose

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_polynomial_decay_schedule_with_warmup
 
 from tests.recipe_room.recipes import configured
-from worker.contract.config import STARTING_RATES, ScheduleConfig
+from worker.contract.recipe_config import STARTING_RATES, ScheduleConfig
 from worker.data import IGNORED
 from worker.leaving import RefusedError
 from worker.models import build_model

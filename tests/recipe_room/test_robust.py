@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from worker.contract.config import SpikeConfig
 from worker.contract.loss_history import ACTED
+from worker.contract.recovery_config import SpikeConfig
 from worker.judgement import Judgement
 from worker.spikes import Detector
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.contract.config import SpikeConfig
 from worker.contract.loss_history import ACTED
+from worker.contract.recovery_config import SpikeConfig
 from worker.judgement import Judgement, median
 from worker.spikes import Detector
 

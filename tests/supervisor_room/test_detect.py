@@ -16,9 +16,9 @@ from supervisor.detect import examine_log, lines_about
 from supervisor.event_file import event_rows
 from supervisor.loss_log import read_loss_log
 from supervisor.report.detect_page import detect_page
-from worker.contract.config import SpikeConfig
 from worker.contract.files import UnusableFileError
 from worker.contract.loss_history import HistoryWriter, record
+from worker.contract.recovery_config import SpikeConfig
 
 NAN, INF = math.nan, math.inf
 Line = dict[str, Any]

@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from worker.beginning import prove_scaler
 from worker.checkpoints import file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
-from worker.contract.config import CheckpointConfig
 from worker.contract.directive import Directive, publish_directive, read_directive
 from worker.contract.exit_report import NO_WORLD_ERROR
 from worker.contract.files import publish_message
 from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_history, surviving
 from worker.contract.manifest import MANIFEST, Manifest
+from worker.contract.recovery_config import CheckpointConfig
 from worker.contract.run_dir import RunDir
 from worker.documents import DataError
 from worker.interrupts import Ask, RunFiles, Signals
