@@ -19,6 +19,7 @@ from supervisor.journal import (
     Preempted,
     ProgressMade,
     SegmentStarted,
+    StopRequested,
     VerdictSeen,
     WorkerLeft,
 )
@@ -37,6 +38,8 @@ _RANK_0_WAIT_S: Final = 60.0
 """From the last report of another rank: by then rank 0's agent has ended its trainer, if there is such an agent."""
 ABSENT: Final = "the scheduler does not know it"
 _ESTIMATE_MOVED_S: Final = 1800.0
+STOP_FILE: Final = "a STOP file"
+"""Who asked, where nobody gave a name."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Observation:
     manifests: Sequence[Manifest] = ()
     """Complete checkpoints, ascending by step."""
     request: Request | None = None
+    has_stop_file: bool = False
+    """Whether a person has left a file STOP in the run's folder."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
     """The job's nodes, and those of its last start while it waits for the next; what is absent is not known."""
     reservations: Sequence[Reservation] = ()
@@ -109,6 +114,7 @@ class Observer:
             trail=tuple(self._trail),
             manifests=self._complete(),
             request=read_request(self.run_dir.request),
+            has_stop_file=self.run_dir.stop_file.exists(),
             save_s=max(self._saves_s, default=None),
         )
 
@@ -198,6 +204,7 @@ def look_up(scheduler: Scheduler, job_ids: Sequence[str]) -> tuple[Mapping[str, 
 def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event]:
     """What was seen and is not yet in the journal, in the order in which it is to be written. Pure."""
     yield from request_news(run, seen.request)
+    yield from _stop_file_news(run, seen)
     yield from _job_news(run, seen)
     yield from _drain_news(run, seen)
     yield from _history_news(run, seen)
@@ -205,6 +212,13 @@ def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event
     healthy = [m.step for m in seen.manifests if health(m, seen.branch, healthy_after) is Health.HEALTHY]
     if healthy and healthy[-1] > run.healthy_step:
         yield ProgressMade(healthy_step=healthy[-1], reason=f"checkpoint-{healthy[-1]} is healthy")
+
+
+def _stop_file_news(run: RunState, seen: Observation) -> Iterator[StopRequested]:
+    """The file STOP is a person's stop, also while no worker runs who would look for it."""
+    asks = seen.request is not None and seen.request.verb == "stop"  # the verb's own word, said already
+    if seen.has_stop_file and run.stop_by is None and not asks:
+        yield StopRequested(by=STOP_FILE, reason=f"{STOP_FILE} asked for a stop")
 
 
 def _job_news(run: RunState, seen: Observation) -> Iterator[Event]:

@@ -10,7 +10,7 @@ from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, 
 from supervisor.hangs import answer_hang
 from supervisor.job_policy import after_out_of_memory, follow_job
 from supervisor.journal import AttemptDecided, WorkerLeft
-from supervisor.observation import Observation
+from supervisor.observation import STOP_FILE, Observation
 from supervisor.observe_policy import hold_back
 from supervisor.person_policy import roll_back_as_asked
 from supervisor.run_state import RunState
@@ -35,7 +35,7 @@ def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     if spent is not None:
         return spent
     if _was_stopped_by_file(left):
-        return _end_stopped(run, seen, rules, "a STOP file", "a STOP file asked the worker to stop")
+        return _end_stopped(run, seen, rules, STOP_FILE, f"{STOP_FILE} asked the worker to stop")
     if _was_cancelled_by_a_person(run, seen):
         return EndStopped(_newest_step(seen), None, f"job {run.job_id} was cancelled, and not by this supervisor")
     if run.rollback_asked is not None:

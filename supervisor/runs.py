@@ -194,7 +194,7 @@ def standing(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
         "supervisor": _holder(run_dir),
         "since": state.since,
         "eta": _eta(state, _max_steps(config, events), recent),
-        "reason": _reason(config, state),
+        "reason": _stop_file(run_dir, state) or _reason(config, state),
     }
     return row | _details(run_dir, config, state, events) if in_detail else row
 
@@ -203,6 +203,13 @@ def unreadable(run_dir: RunDir, why: str) -> dict[str, Any]:
     """The row of a run whose files cannot be read: every number null."""
     row: dict[str, Any] = dict.fromkeys(_COLUMNS)
     return row | {"name": run_dir.path.name, "dir": str(run_dir.path), "state": "unreadable", "reason": why}
+
+
+def _stop_file(run_dir: RunDir, state: RunState) -> str | None:
+    """What a STOP file asks for that is not in the journal yet: at most a pass ago, or nobody supervises."""
+    if state.is_over or state.stop_by is not None or not run_dir.stop_file.exists():
+        return None
+    return "a STOP file is there: the worker saves and leaves at its next step"
 
 
 def _reason(config: Config, state: RunState) -> str:

@@ -43,9 +43,11 @@ def supervise(run_dir: RunDir, out: TextIO, *, is_asked: bool = False, job_id: s
     with _in_hand(watched, lease):
         run = watched.run
         run.introduce()
-        if is_asked and run.state.is_over:
-            run.record(_asked())
+        if is_asked and not run.state.is_over and run_dir.stop_file.exists():
+            watch([watched], time.sleep, looks, seconds_between_passes(run_dir))  # it may be half obeyed by now
+        if is_asked and run.state.is_over and run.state.state != "finished":
             run_dir.stop_file.unlink(missing_ok=True)
+            run.record(_asked())
         watch([watched], time.sleep, looks, seconds_between_passes(run_dir))
         return run.state
 
@@ -106,8 +108,8 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
             changed = changed_keys(contract_config.read(run_dir.config), config)
             if changed:
                 contract_config.write(run_dir.config, config)
-            Journal(run_dir.journal, time.time, lease.check).record(_asked(changed), state.attempt, lease.term)
             run_dir.stop_file.unlink(missing_ok=True)
+            Journal(run_dir.journal, time.time, lease.check).record(_asked(changed), state.attempt, lease.term)
         return state
     finally:
         lease.give_up()

@@ -12,7 +12,7 @@ from supervisor.bad_nodes import strikes
 from supervisor.decision import Decision, Wait
 from supervisor.hangs import hang_news
 from supervisor.job_looks import JobLooks
-from supervisor.journal import LookFailed, LookRecovered
+from supervisor.journal import LookFailed, LookRecovered, RollbackRequested
 from supervisor.observation import Observation, Observer, news
 from supervisor.policy import decide
 from supervisor.requests import clear_request, request_news
@@ -119,8 +119,10 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
 
 
 def _hear(watched: Watched, seen: Observation) -> Decision:
-    """Write down what is asked of a run that is over; it may be open then."""
+    """Write down what is asked of a run that is over; it may be open then, and an answered STOP must not end it."""
     for event in request_news(watched.run.state, seen.request):
+        if isinstance(event, RollbackRequested):
+            watched.run.run_dir.stop_file.unlink(missing_ok=True)
         watched.run.record(event)
     _clear_request(watched, seen)
     return Wait("the run is over")

@@ -93,8 +93,10 @@ class LightTrainer:
                 if asked > Ask.SAVE:
                     self._save(step, LAST_SAVE_S)
                     return self._leave(asked, step)
-                if step % self.config.checkpoint.every_steps == 0:
+                if asked is Ask.SAVE or step % self.config.checkpoint.every_steps == 0:
                     self._save(step, SAVE_S)
+                if asked is Ask.SAVE:
+                    self.files.saved()
         self.run.final.mkdir(exist_ok=True)
         (self.run.final / "model.safetensors").touch()
         return Outcome.DONE
