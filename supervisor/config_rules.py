@@ -11,7 +11,7 @@ from supervisor.config_findings import Place, Problem
 from supervisor.job_request import supervisor_request, worker_request
 from worker.contract.cluster_config import ClusterConfig
 from worker.contract.config import Config
-from worker.contract.owned_fields import refused_fields
+from worker.contract.owned_fields import refused_fields, unknown_fields
 from worker.contract.run_dir import RunDir, is_run_name
 
 _ENTRYPOINT = re.compile(r"(.*/)?[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", re.DOTALL)
@@ -151,6 +151,12 @@ def _extra(config: Config) -> Iterator[Problem]:
         yield Problem(("training", "extra", name), "it is not set here", instead)
 
 
+def _unknown_extra(config: Config) -> Iterator[Problem]:
+    """Of our own recipe only: a script may build another library's arguments, which have more fields."""
+    for name, mend in unknown_fields(config.training.extra):
+        yield Problem(("training", "extra", name), "transformers.TrainingArguments has no such field", mend)
+
+
 def _recovery(config: Config) -> Iterator[Problem]:
     spike, recovery = config.spike, config.recovery.spike
     if spike.warmup > spike.window:
@@ -239,7 +245,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *(_run, _entrypoint, _weights, _schedule, _optimizer, _evaluation, _columns),
     *(_extra, _recovery, _cluster, _notify),
 )
-_OF_OUR_RECIPE: tuple[Callable[[Config], Iterator[Problem]], ...] = (_needed, _model, _length)
+_OF_OUR_RECIPE: tuple[Callable[[Config], Iterator[Problem]], ...] = (_needed, _model, _length, _unknown_extra)
 """What a script of a person's own may do without."""
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from supervisor.lease import DEAD_AFTER_S, describe, is_gone, read_holder
@@ -57,6 +58,22 @@ def check_step(run_dir: RunDir, step: int, *, or_scratch: bool) -> None:
     steps = [manifest.step for manifest in complete_checkpoints(run_dir)]
     if step in steps or (or_scratch and step == 0):
         return
-    known = ", ".join(map(str, steps)) if steps else "none yet"
+    aside = sorted(run_dir.quarantine.glob(f"a*-checkpoint-{step}"))
+    if aside:
+        raise RunError(f"{run_dir.path.name}: checkpoint-{step} {_why_not_again(aside[-1])}; there are: {_told(steps)}")
+    known = _told(steps)
     scratch = "; 0 begins from scratch" if or_scratch else ""
     raise RunError(f"{run_dir.path.name}: no checkpoint is at step {step}; there are: {known}{scratch}")
+
+
+def _told(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) if steps else "none yet"
+
+
+def _why_not_again(folder: Path) -> str:
+    """What a folder in quarantine is, and how its weights are had all the same."""
+    attempt = folder.name[1:].partition("-")[0]
+    if "-bad-" in folder.name:
+        return f"was found broken in attempt {attempt} and set aside as quarantine/{folder.name}"
+    another = "its weights are whole: another run may begin from them (model.path)"
+    return f"is of what a rollback left behind after attempt {attempt}, and lies in quarantine/{folder.name}; {another}"

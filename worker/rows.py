@@ -46,9 +46,23 @@ def rows_of_json(path: Path) -> Rows:
     yield from enumerate(rows, start=1)
 
 
+class _KeyTwiceError(Exception):
+    """An object that has a key twice: json itself would keep the last one and say nothing."""
+
+
+def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _KeyTwiceError(next(name for name in names if names.count(name) > 1))
+    return fields
+
+
 def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_fields_once)
+    except _KeyTwiceError as error:
+        return BadRow(f"has the key {str(error)!r:.60} twice in one object; keep one of them")
     except json.JSONDecodeError as error:
         where = f", line {error.lineno}" if error.lineno > 1 else ""
         return BadRow(f"is not JSON ({error.msg}{where}); mend or remove it")

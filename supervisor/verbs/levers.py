@@ -12,7 +12,7 @@ from supervisor.report.figures import printable
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run
 from supervisor.supervise import read_state
-from supervisor.verbs.exits import EXIT_CODE_OF_STATE, OK
+from supervisor.verbs.exits import EXIT_CODE_OF_STATE, OK, complain
 from supervisor.verbs.looking import who_comes
 from worker.contract.config import read as read_config
 from worker.contract.run_dir import RunDir
@@ -74,3 +74,5 @@ def _check_rollback(args: argparse.Namespace, run_dir: RunDir) -> None:
     if args.lr_scale is not None and not (math.isfinite(args.lr_scale) and args.lr_scale > 0):
         raise RunError(f"--lr-scale {args.lr_scale:g}: is no rate; give a number above 0, 1 for the configured rate")
     check_step(run_dir, args.to, or_scratch=True)
+    if args.lr_scale is not None and args.lr_scale > 1:
+        complain(f"--lr-scale {args.lr_scale:g}: above the configured rate, which 1 is; rollbacks only ever lower it")

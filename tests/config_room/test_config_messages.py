@@ -21,6 +21,10 @@ LINES = [
     ('data.pack="false"', "data.pack: 'false' is text, true or false is wanted; write it without quotes"),
     ("data.pack=no", "data.pack: 'no' is text, true or false is wanted; write true or false"),
     ("data.pack=0", "data.pack: 0 is a number, true or false is wanted; write true or false"),
+    (
+        "training.extra.tf23=true",
+        "training.extra.tf23: transformers.TrainingArguments has no such field; did you mean tf32?",
+    ),
     ('training.extra.bf16="false"', "training.extra.bf16: it is not set here; set training.precision"),
     ("spike.windw=50", "spike.windw: there is no such key; did you mean window?"),
     ("trainning.epochs=1", "trainning: there is no such key; did you mean training?"),

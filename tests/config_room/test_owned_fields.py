@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 
 from supervisor.config_findings import all_places
-from worker.contract.owned_fields import OWNED_FIELDS, refused_fields
+from worker.contract.owned_fields import FREE_FIELDS, OWNED_FIELDS, refused_fields
 
 OLD_NAMES = {
     "warmup_ratio",
@@ -16,18 +16,6 @@ OLD_NAMES = {
     "group_by_length",
     "no_cuda",
 }
-# What training.extra may set. A field of a newer transformers is in neither set: decide, then write it down.
-_FREE = """
-    activation_checkpointing_kwargs average_tokens_across_devices batch_eval_metrics bf16_full_eval
-    dataloader_multiprocessing_context dataloader_pin_memory dataloader_prefetch_factor ddp_broadcast_buffers
-    ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph debug deepspeed eval_accumulation_steps
-    eval_do_concat_batches eval_use_gather_object fp16_full_eval fsdp fsdp_config full_determinism
-    gradient_checkpointing_kwargs include_for_metrics include_num_input_tokens_seen label_names label_smoothing_factor
-    liger_kernel_config log_level log_level_replica log_on_each_node neftune_noise_alpha parallelism_config project
-    skip_memory_metrics tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
-    trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_cpu use_liger_kernel
-"""
-FREE = set(_FREE.split())
 
 
 def training_arguments() -> set[str]:
@@ -43,11 +31,11 @@ def training_arguments() -> set[str]:
 
 
 def test_each_field_is_ours_or_free() -> None:
-    assert training_arguments() == (set(OWNED_FIELDS) - OLD_NAMES) | FREE
+    assert training_arguments() == (set(OWNED_FIELDS) - OLD_NAMES) | FREE_FIELDS
 
 
 def test_ours_and_free_do_not_overlap() -> None:
-    assert not FREE & set(OWNED_FIELDS)
+    assert not FREE_FIELDS & set(OWNED_FIELDS)
 
 
 def test_the_keys_that_mends_name_exist() -> None:

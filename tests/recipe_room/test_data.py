@@ -160,6 +160,8 @@ class TestFormats:
             ("a.jsonl", b'{"text": "\xff"}\n', "line 1 is not UTF-8"),
             ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: 'text' holds half of a character"),
             ("a.json", b'{"text": "a"}', "is no array"),
+            ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}', "line 2 has the key 'text' twice in one object"),
+            ("a.json", b'[{"text": "a", "meta": {"k": 1, "k": 2}}]', "the file has the key 'k' twice in one object"),
             ("a.json", b'[{"text": "a"},\n{"text": }]', "the file is not JSON (Expecting value, line 2)"),
             ("a.csv", b"text,n\na,1,2\n", "line 2 has more fields than the header"),
             ("a.csv", b"words\na\n", "line 2 has no 'text'"),

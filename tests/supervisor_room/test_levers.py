@@ -8,9 +8,11 @@ import pytest
 
 from slurm.job import JobState
 from supervisor import cli, levers
+from supervisor.arguments import parser_of
 from supervisor.journal import Pinned, RollbackRequested, RolledBack
 from supervisor.lease import read_holder
 from supervisor.requests import Request
+from supervisor.verbs.levers import _check_rollback
 from tests.supervisor_room.stage import CRASHED, Stage
 from worker.contract.directive import SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
@@ -214,6 +216,32 @@ def test_a_wrong_step_or_rate_is_one_line(
     assert said in printed
     assert printed.count("\n") == 1
     assert not stage.run_dir.request.exists()
+
+
+def test_a_step_in_quarantine_is_said_to_lie_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = training(tmp_path)
+    for name in ("a1-checkpoint-40", "a2-bad-checkpoint-50"):
+        (stage.run_dir.quarantine / name).mkdir(parents=True)
+    said = {
+        ("pin", "40"): "checkpoint-40 is of what a rollback left behind after attempt 1, and lies in quarantine/a1-ch",
+        ("rollback", "--to", "40"): "quarantine/a1-checkpoint-40; its weights are whole",
+        ("pin", "50"): "checkpoint-50 was found broken in attempt 2 and set aside as quarantine/a2-bad-checkpoint-50",
+    }
+    for (verb, *rest), words in said.items():
+        assert cli.main([verb, str(stage.run_dir.path), *rest]) == cli.WRONG_INPUT
+        printed = capsys.readouterr().err
+        assert words in printed
+        assert "there are: 10, 20, 30" in printed
+
+
+def test_a_rate_above_the_configured_one_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = training(tmp_path)
+    args = parser_of(cli.VERBS).parse_args(["rollback", str(stage.run_dir.path), "--to", "20", "--lr-scale", "2"])
+    _check_rollback(args, stage.run_dir)
+    assert "--lr-scale 2: above the configured rate" in capsys.readouterr().err
+    args.lr_scale = 1.0
+    _check_rollback(args, stage.run_dir)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_finished_run_does_not_go_back_and_one_that_is_being_stopped_has_its_stop(

@@ -1,8 +1,9 @@
-"""Fields of transformers.TrainingArguments that ``training.extra`` may not set, and what to do instead.
+"""Fields of transformers.TrainingArguments: what ``training.extra`` may set, and what to do instead of the others.
 
 The names are those of transformers 5.24; the last group are older names that people still write.
 """
 
+import difflib
 from collections.abc import Iterable
 
 _EXACT = "leave it out: a resumed run would no longer see the same batches"
@@ -105,6 +106,27 @@ OWNED_FIELDS: dict[str, str] = {
 
 SCHEDULES_WITHOUT_BASE_RATE = ("reduce_lr_on_plateau", "greedy")
 """Names of transformers' schedules that go by the losses, so that no rollback could scale them."""
+
+
+_FREE = """
+    activation_checkpointing_kwargs average_tokens_across_devices batch_eval_metrics bf16_full_eval
+    dataloader_multiprocessing_context dataloader_pin_memory dataloader_prefetch_factor ddp_broadcast_buffers
+    ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph debug deepspeed eval_accumulation_steps
+    eval_do_concat_batches eval_use_gather_object fp16_full_eval fsdp fsdp_config full_determinism
+    gradient_checkpointing_kwargs include_for_metrics include_num_input_tokens_seen label_names label_smoothing_factor
+    liger_kernel_config log_level log_level_replica log_on_each_node neftune_noise_alpha parallelism_config project
+    skip_memory_metrics tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+    trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_cpu use_liger_kernel
+"""
+FREE_FIELDS = frozenset(_FREE.split())
+"""What ``training.extra`` may set; a test compares both sets with the fields that TrainingArguments has."""
+
+
+def unknown_fields(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Of the names under ``training.extra``: those that TrainingArguments does not have, each with what to do."""
+    mends = ((name, difflib.get_close_matches(name, FREE_FIELDS, n=1)) for name in names)
+    unknown = ((name, near) for name, near in mends if name not in FREE_FIELDS and name not in OWNED_FIELDS)
+    return [(name, f"did you mean {near[0]}?" if near else "leave it out") for name, near in unknown]
 
 
 def refused_fields(names: Iterable[str]) -> list[tuple[str, str]]:
