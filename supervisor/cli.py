@@ -13,10 +13,10 @@ from slurm.scheduler import SchedulerError
 from supervisor.arguments import parser_of
 from supervisor.config import ConfigError
 from supervisor.lease import HeldError, LostError
+from supervisor.place import supervise_in_job
 from supervisor.report.log_text import SinceError
 from supervisor.runs import RunError
-from supervisor.supervise import supervise
-from supervisor.verbs.exits import EXIT_CODE_OF_STATE, HELD, INTERRUPTED, OK, WRONG_INPUT, complain
+from supervisor.verbs.exits import HELD, INTERRUPTED, OK, WRONG_INPUT, complain, exit_code_of
 from supervisor.verbs.going import resume, run, stop, submit
 from supervisor.verbs.levers import pin, rollback
 from supervisor.verbs.looking import doctor, log, report, status, watch
@@ -34,7 +34,7 @@ def job_main(run_dir: str, start: dict[str, Any]) -> int:
     with open(folder.supervisor_log, "a", buffering=1, encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    return _guarded(lambda: EXIT_CODE_OF_STATE[supervise(folder, sys.stdout, job_id=str(start["job_id"])).state])
+    return _guarded(lambda: exit_code_of(supervise_in_job(folder, start)))
 
 
 VERBS: Final = (run, submit, check, detect, status, watch, log, report, stop, resume, rollback, pin, infer, doctor)

@@ -70,6 +70,7 @@ def supervisor_request(config: Config, run_dir: RunDir, name: str) -> JobRequest
             sbatch=_mail(cluster, "END,FAIL"),
         ),
         use_srun=False,
+        signal=f"B:USR2@{warning_s(own.time_limit or 'UNLIMITED')}",
     )
 
 

@@ -34,8 +34,17 @@ class LeaseFile(Message):
     pid: int
     started_ticks: int | None = None
     job_id: str | None = None
+    restart: int = 0
     term: int
     beat: int
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    """The job that a supervisor runs in, and how often Slurm has started that again."""
+
+    job_id: str
+    restart: int = 0
 
 
 class HeldError(Exception):
@@ -92,31 +101,37 @@ def take_lease(
     job_is_over: Callable[[str], bool] = lambda job_id: False,
     sleep: Callable[[float], None] = time.sleep,
     patience_s: float = DEAD_AFTER_S,
-    job_id: str | None = None,
+    own: OwnJob | None = None,
 ) -> Lease:
     """The run's lease, taken over from a holder that is dead; HeldError where one lives.
 
-    A holder on another host is watched for ``patience_s`` before it counts as dead.
+    A holder on another host is watched for ``patience_s`` before it counts as dead. One that an earlier start of our
+    ``own`` job left behind is not waited for: Slurm has given it up, with its node, and its next look makes it leave.
     """
     before = read_holder(run_dir)
-    if before is not None:
+    if before is not None and not _is_superseded(before, own):
         _wait_until_dead(run_dir, before, job_is_over, sleep, patience_s)
     with _orderly(run_dir):
         now = read_holder(run_dir)
         if now is not None and (before is None or now.holder != before.holder):
             raise HeldError(f"{run_dir.path}: {describe(now)}")
         last = _read(run_dir)
-        return _write(run_dir, (last.term if last else 0) + 1, job_id)
+        return _write(run_dir, (last.term if last else 0) + 1, own)
 
 
-def _write(run_dir: RunDir, term: int, job_id: str | None) -> Lease:
+def _is_superseded(holder: LeaseFile, own: OwnJob | None) -> bool:
+    return own is not None and holder.job_id == own.job_id and holder.restart < own.restart
+
+
+def _write(run_dir: RunDir, term: int, own: OwnJob | None) -> Lease:
     host, pid = socket.gethostname(), os.getpid()
     file = LeaseFile(
         holder=f"{host}:{pid}:{secrets.token_hex(4)}",
         host=host,
         pid=pid,
         started_ticks=start_ticks(pid),
-        job_id=job_id,
+        job_id=own.job_id if own else None,
+        restart=own.restart if own else 0,
         term=term,
         beat=0,
     )

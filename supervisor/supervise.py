@@ -14,7 +14,7 @@ from supervisor.audience import Audience
 from supervisor.decision import Decision, Wait
 from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
-from supervisor.lease import Lease, LostError, take_lease
+from supervisor.lease import Lease, LostError, OwnJob, take_lease
 from supervisor.notify import Notifier
 from supervisor.report.screen import Screen
 from supervisor.report.tensorboard import TensorBoard
@@ -32,23 +32,41 @@ def read_state(run_dir: RunDir) -> RunState:
     return replay(read_journal(run_dir.journal))
 
 
-def supervise(run_dir: RunDir, out: TextIO, *, is_asked: bool = False, job_id: str | None = None) -> RunState:
+class JobEndsError(Exception):
+    """The supervisor's own job is about to end; the run goes on."""
+
+
+def supervise(
+    run_dir: RunDir,
+    out: TextIO,
+    *,
+    is_asked: bool = False,
+    own: OwnJob | None = None,
+    leaves: Callable[[SupervisedRun], bool] = lambda run: False,
+) -> RunState:
     """Take the run's lease and supervise it to its end; a run that is over goes on only when a person asked.
 
-    HeldError where another supervisor lives, LostError where one took over.
+    HeldError where another supervisor lives, LostError where one took over; JobEndsError where, between two passes,
+    this supervisor ``leaves`` the ``own`` job that it runs in.
     """
     if read_state(run_dir).is_over and not is_asked:
         return read_state(run_dir)
-    watched, looks, lease = _begin(run_dir, out, job_id)
+    watched, looks, lease = _begin(run_dir, out, own)
+    run, pass_s = watched.run, seconds_between_passes(run_dir)
+
+    def rest(seconds: float) -> None:
+        if leaves(run):
+            raise JobEndsError
+        time.sleep(seconds)
+
     with _in_hand(watched, lease):
-        run = watched.run
         run.introduce()
         if is_asked and not run.state.is_over and run_dir.stop_file.exists():
-            watch([watched], time.sleep, looks, seconds_between_passes(run_dir))  # it may be half obeyed by now
+            watch([watched], rest, looks, pass_s)  # it may be half obeyed by now
         if is_asked and run.state.is_over and run.state.state != "finished":
             run_dir.stop_file.unlink(missing_ok=True)
             run.record(_asked())
-        watch([watched], time.sleep, looks, seconds_between_passes(run_dir))
+        watch([watched], rest, looks, pass_s)
         return run.state
 
 
@@ -115,10 +133,10 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
         lease.give_up()
 
 
-def _begin(run_dir: RunDir, out: TextIO, job_id: str | None) -> tuple[Watched, JobLooks, Lease]:
+def _begin(run_dir: RunDir, out: TextIO, own: OwnJob | None) -> tuple[Watched, JobLooks, Lease]:
     config = contract_config.read(run_dir.config)
     scheduler = choose(config.cluster.kind, run_dir.jobs)
-    lease = take_lease(run_dir, job_is_over=_is_over(scheduler), job_id=job_id)
+    lease = take_lease(run_dir, job_is_over=_is_over(scheduler), own=own)
     mend_journal(run_dir.journal)
     _clear_leftovers(run_dir)
     listeners = TensorBoard(run_dir, lease.check), ReportAtTheEnd(run_dir), Notifier(run_dir, config)

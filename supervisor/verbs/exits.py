@@ -4,6 +4,7 @@ import sys
 from typing import Final
 
 from supervisor.report.figures import printable
+from supervisor.run_state import RunState
 
 OK: Final = 0
 UNFORESEEN: Final = 1
@@ -14,6 +15,11 @@ HELD: Final = 5
 INTERRUPTED: Final = 130
 
 EXIT_CODE_OF_STATE: Final = {"finished": OK, "gave_up": GAVE_UP, "stopped": STOPPED}
+
+
+def exit_code_of(state: RunState | None) -> int:
+    """What a supervisor's job exits with; None: the run goes on, and another job with it."""
+    return OK if state is None else EXIT_CODE_OF_STATE[state.state]
 
 
 def complain(text: str) -> None:

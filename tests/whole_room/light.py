@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job import JobRequest
-from supervisor import actions, cli, job_request
+from supervisor import actions, cli, job_request, place
+from supervisor.verbs import going
 from tests.supervisor_room.stage import manifest
 from worker import agent
 from worker.agent_rules import Task
@@ -38,8 +39,24 @@ STEP_S, SAVE_S, LAST_SAVE_S, REQUEUE = "LIGHT_STEP_S", "LIGHT_SAVE_S", "LIGHT_LA
 
 def main() -> int:
     """The command, whose worker's jobs run this module's agent."""
-    actions.worker_request = light_request
+    lighten()
     return cli.main(sys.argv[1:])
+
+
+def lighten() -> None:
+    """Have this process submit jobs that run this module's agent and supervisor."""
+    actions.worker_request = light_request
+    going.supervisor_request = place.supervisor_request = light_supervisor_request
+
+
+def supervisor_main(run_dir: str, start: dict[str, Any]) -> int:
+    """The supervisor in a job of its own."""
+    lighten()
+    return cli.job_main(run_dir, start)
+
+
+def light_supervisor_request(*args: Any, **kwargs: Any) -> JobRequest:
+    return replace(job_request.supervisor_request(*args, **kwargs), entry="tests.whole_room.light:supervisor_main")
 
 
 def light_request(*args: Any, **kwargs: Any) -> JobRequest:

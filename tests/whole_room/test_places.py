@@ -1,0 +1,89 @@
+"""Where a supervisor lives, on a real cluster: a small job of its own that ends, or whose node is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slurm.local_cluster.configuration import missing_packages
+from supervisor.journal import Finished, Submitted, SupervisorStarted
+from supervisor.lease import read_holder
+from tests.conftest import need
+from tests.waiting import eventually
+from tests.whole_room.house import House
+from tests.whole_room.light import STEP_S
+from tests.whole_room.survival import Scenario, Site, Together, ends_whole, jobs_of, survival_cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.training]
+SLOW = {STEP_S: "0.1"}
+
+
+def submitted(site: Site, **sections: Any) -> House:
+    """A run whose supervisor lives in a job, on the scenario's own partition."""
+    supervisor = {"partition": site.name} | sections.pop("supervisor", {})
+    house = site.house(variables=SLOW, supervisor=supervisor, **sections)
+    asked = house.higgsfield("submit", "tiny.yaml")
+    assert asked.returncode == 0, asked.stderr
+    return house
+
+
+def hurry(site: Site, job_id: str) -> None:
+    """What a person may do, too: not to wait the two minutes after a requeue."""
+    eventually(lambda: site.shown(job_id).get("Reason") == "BeginTime", 60)
+    site.cluster.ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+
+
+def own_limit(site: Site) -> None:
+    """A supervisor's job of a minute supervises a run of longer than that, one after the other."""
+    house = submitted(site, supervisor={"time_limit": "00:01:00"}, training={"max_steps": 500})
+    ends_whole(house)
+    assert len(house.those(SupervisorStarted)) > 1
+    assert len(jobs_of(house)) == 1
+    assert "goes on" in house.run.supervisor_log.read_text()
+
+
+def own_node(site: Site) -> None:
+    """Its node is lost, its process lives on: Slurm starts the job again elsewhere, and the old process leaves."""
+    house = submitted(site, cluster={"nodelist": site.nodes[-1]}, training={"max_steps": 600})
+    house.waits_for_step(5)
+    holder = read_holder(house.run)
+    assert holder is not None
+    assert holder.job_id is not None
+    [node] = site.nodes_of(holder.job_id)
+    assert node != site.nodes[-1]
+    site.cluster.kill_slurmd(node)
+    hurry(site, holder.job_id)
+    house.waits_for(SupervisorStarted, 2)
+    second = read_holder(house.run)
+    assert second is not None
+    assert (second.job_id, second.restart) == (holder.job_id, 1)
+    eventually(lambda: holder.pid not in house.processes(), 30)
+    ends_whole(house)
+    assert len(house.those(Submitted)) == len(house.those(Finished)) == 1
+
+
+SCENARIOS: dict[Scenario, int] = {own_limit: 2, own_node: 3}
+"""With the number of nodes that each needs."""
+
+
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """All scenarios of this session, begun at once."""
+    need(missing_packages(accounting=True))
+    wanted = {item.callspec.params["scenario"] for item in request.session.items if item.module is request.module}  # type: ignore[attr-defined]
+    folder = tmp_path_factory.mktemp("places")
+    sizes = {each.__name__: size for each, size in SCENARIOS.items() if each in wanted}
+    with survival_cluster(folder, sizes, {}) as (cluster, nodes):
+        sites = {name: Site(cluster, name, nodes[name], folder / name) for name in sizes}
+        running = Together({each.__name__: each for each in wanted}, sites)
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_a_supervisor_lives(together: Together, scenario: Scenario) -> None:
+    together.result(scenario.__name__)
