@@ -34,6 +34,13 @@ def _config(of_verb: argparse.ArgumentParser) -> None:
     )
 
 
+def _config_or_all(of_verb: argparse.ArgumentParser) -> None:
+    either = of_verb.add_mutually_exclusive_group(required=True)
+    either.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the run's YAML file")
+    either.add_argument("--all", type=Path, metavar="DIR", help="every run under DIR instead, those to come too")
+    of_verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of CONFIG")
+
+
 def _once(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--once", action="store_true", help="make one pass and leave, for cron")
 
@@ -107,7 +114,7 @@ def _sampling(of_verb: argparse.ArgumentParser) -> None:
 
 
 _ARGUMENTS: Final[Mapping[str, Sequence[Callable[[argparse.ArgumentParser], None]]]] = {
-    "run": (_config, _once),
+    "run": (_config_or_all, _once),
     "submit": (_config,),
     "check": (_config, _json),
     "detect": (_detect, _json),

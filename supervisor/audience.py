@@ -6,7 +6,7 @@ from typing import Protocol
 
 from supervisor.journal import Event
 from supervisor.observation import Observation
-from supervisor.report.screen import Screen
+from supervisor.report.screen import Lines, Screen
 from supervisor.run_state import RunState
 
 
@@ -30,7 +30,7 @@ class Listener(Protocol):
 class Audience:
     """The screen, and listeners whose failures are said once and change nothing."""
 
-    screen: Screen
+    screen: Screen | Lines
     listeners: tuple[Listener, ...] = ()
     _said: set[str] = field(default_factory=set)
 

@@ -16,6 +16,8 @@ QUIET_LOOK_S: Final = 30.0
 """Between looks at the scheduler while everything trains."""
 BUSY_LOOK_S: Final = 2.0
 """Between looks while something is about to change."""
+_SHARE_OF_A_WAIT: Final = 0.1
+"""Of the time that a job has waited: from five minutes on, its queue is a quiet place."""
 LONGEST_SILENCE_S: Final = 60.0
 """Between looks at a scheduler that has not answered for a while."""
 
@@ -23,10 +25,12 @@ LONGEST_SILENCE_S: Final = 60.0
 class JobLooks:
     """Job statuses of all runs, asked for with one query, as seldom as the runs allow."""
 
-    def __init__(self, scheduler: Scheduler, quiet_s: float, busy_s: float) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, quiet_s: float, busy_s: float, fresh_s: float = 0.0) -> None:
+        """``fresh_s``: how old an answer may be to be acted upon."""
+        self.scheduler = scheduler
         self._quiet_s = quiet_s
         self._busy_s = busy_s
+        self._fresh_s = fresh_s
         self._looked_at = float("-inf")
         self._silences = 0
         self.asked: frozenset[str] = frozenset()
@@ -39,23 +43,38 @@ class JobLooks:
 
     def look_if_due(self, runs: Sequence[SupervisedRun]) -> None:
         """Look again when the last look is old enough for what is going on; less often the longer nobody answers."""
-        is_busy = any(_is_about_to_change(run) for run in runs)
-        due_s = self._busy_s if is_busy else self._quiet_s
+        due_s = min((self._due_s(run) for run in runs), default=self._quiet_s)
+        if self._is_older_than(due_s):
+            self.look(runs)
+
+    def _due_s(self, run: SupervisedRun) -> float:
+        """Between looks for this run: the longer a job waits in the queue, the less often it is asked about."""
+        if not _is_about_to_change(run):
+            return self._quiet_s
+        job = run.state.job
+        waits_s = run.clock() - job.time if job is not None and job.state == JobState.PENDING.value else 0.0
+        return min(self._quiet_s, max(self._busy_s, waits_s * _SHARE_OF_A_WAIT))
+
+    def _is_older_than(self, due_s: float) -> bool:
         if self._silences > 1:
             due_s = max(due_s, min(LONGEST_SILENCE_S, due_s * 2.0**self._silences))
-        if time.monotonic() - self._looked_at >= due_s:
-            self.look(runs)
+        return time.monotonic() - self._looked_at >= due_s
+
+    def refresh(self, runs: Iterable[SupervisedRun]) -> None:
+        """Ask again before something is done, unless the last answer is fresh."""
+        if self._is_older_than(self._fresh_s):
+            self.look(list(runs))
 
     def look(self, runs: Sequence[SupervisedRun]) -> None:
         """Ask the scheduler now."""
         ids = [run.state.job_id for run in runs if run.state.job_id is not None]
-        self.found, self.error = look_up(self._scheduler, ids)
+        self.found, self.error = look_up(self.scheduler, ids)
         self._silences = 0 if self.error is None else self._silences + 1
         self.nodes, self.reservations = {}, ()
         with suppress(SchedulerError):  # They are a bonus: without them nothing is taken for lost.
-            self.nodes = self._scheduler.nodes(self._node_names(runs))
+            self.nodes = self.scheduler.nodes(self._node_names(runs))
             if any(_may_be_reserved_away(run, self.found) for run in runs):
-                self.reservations = self._scheduler.reservations()
+                self.reservations = self.scheduler.reservations()
         self.asked = frozenset(ids)
         self._looked_at = time.monotonic()
 

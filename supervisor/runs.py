@@ -158,9 +158,14 @@ def _versions() -> dict[str, str]:
 def find_run(text: str, runs: Path) -> RunDir:
     """The run that a person means: a folder, or a name under ``runs``; RunError where there is none."""
     for path in (Path(text), runs / text):
-        if (path / "config.yaml").is_file() and (path / "rollback_log.jsonl").is_file():
+        if is_run(path):
             return RunDir(path.resolve())
     raise RunError(f"{text}: is no run folder, and there is no run of that name under {runs}")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run, by its two files that are there from the beginning."""
+    return (path / "config.yaml").is_file() and (path / "rollback_log.jsonl").is_file()
 
 
 def all_runs(runs: Path) -> list[RunDir]:

@@ -16,7 +16,7 @@ from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import Lease, LostError, OwnJob, take_lease
 from supervisor.notify import Notifier
-from supervisor.report.screen import Screen
+from supervisor.report.screen import Lines, Screen
 from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
 from supervisor.runs import changed_keys
@@ -137,14 +137,20 @@ def _begin(run_dir: RunDir, out: TextIO, own: OwnJob | None) -> tuple[Watched, J
     config = contract_config.read(run_dir.config)
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), own=own)
+    watched = take_up(run_dir, config, scheduler, lease, Screen(out, config.run.name, config.training.max_steps))
+    return watched, _looks(scheduler, run_dir), lease
+
+
+def take_up(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease, screen: Screen | Lines) -> Watched:
+    """The run as its new supervisor finds it, mended where the last one was killed; who listens to it beside."""
     mend_journal(run_dir.journal)
     _clear_leftovers(run_dir)
     listeners = TensorBoard(run_dir, lease.check), ReportAtTheEnd(run_dir), Notifier(run_dir, config)
-    audience = Audience(Screen(out, config.run.name, config.training.max_steps), listeners)
+    audience = Audience(screen, listeners)
     started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
     state = read_state(run_dir)
     run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, started)
-    return Watched(run, audience), _looks(scheduler, run_dir), lease
+    return Watched(run, audience)
 
 
 def _clear_leftovers(run_dir: RunDir) -> None:

@@ -76,10 +76,12 @@ def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> 
         if run.state.open_intent is not None:
             finish_open_intent(run)
         if run.state.job_id is not None and run.state.job_id not in looks.asked:
-            looks.look([each.run for each in together])
+            looks.refresh(each.run for each in together)
+            if run.state.job_id not in looks.asked:
+                return Wait("the scheduler is asked about the job with the next look")
         decision, seen = _look_and_decide(watched, looks)
         if not isinstance(decision, Wait) and run.state.job_id is not None:
-            looks.look([each.run for each in together])  # act on what is, not on what was seen a while ago
+            looks.refresh(each.run for each in together)  # act on what is, not on what was seen a while ago
             decision, seen = _look_and_decide(watched, looks)
         carry_out(run, decision)
         watched.ears.progress(run.state, seen)

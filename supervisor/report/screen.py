@@ -2,10 +2,12 @@
 
 import shutil
 import time
+from collections.abc import Sequence
 from typing import Final, TextIO
 
 from supervisor.journal import Event
 from supervisor.observation import Observation
+from supervisor.report.figures import printable
 from supervisor.report.texts import event_lines
 from supervisor.run_state import RunState
 from worker.contract.loss_history import Record
@@ -74,4 +76,31 @@ class Screen:
 
     def _write(self, text: str) -> None:
         self._out.write(text)
+        self._out.flush()
+
+
+class Lines:
+    """One of many runs on a stream that they share: its events under its name; `status` says where each one stands."""
+
+    def __init__(self, out: TextIO, run: str) -> None:
+        self._out = out
+        self._run = printable(run)
+        self._trouble = ""
+
+    def event(self, event: Event) -> None:
+        """Print an event of the journal."""
+        self._print(event_lines(event))
+
+    def progress(self, run: RunState, seen: Observation) -> None:
+        """A pass went well: the next trouble is a new one."""
+        self._trouble = ""
+
+    def trouble(self, message: str) -> None:
+        """Say once what is being tried again."""
+        if message != self._trouble:
+            self._print([f"{'':21}{printable(message)}"])
+        self._trouble = message
+
+    def _print(self, lines: Sequence[str]) -> None:
+        self._out.write("".join(f"{self._run}  {line}\n" for line in lines))
         self._out.flush()

@@ -8,6 +8,7 @@ from pathlib import Path
 from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, choose
 from supervisor.config import load_config
+from supervisor.fleet import fleet_supervisor
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
@@ -24,6 +25,10 @@ from worker.contract.run_dir import RunDir
 
 def run(args: argparse.Namespace) -> int:
     """Supervise in the foreground; make the run first if it is new."""
+    if args.all is not None:
+        from supervisor.verbs.fleet import run_all
+
+        return run_all(args.all, once=args.once)
     config = load_config(args.config, args.set)
     _ask_before_creating(args.config, config, with_supervisor=False)
     run_dir = open_or_create(config)
@@ -40,23 +45,30 @@ def run(args: argparse.Namespace) -> int:
 def submit(args: argparse.Namespace) -> int:
     """Start the run and a supervisor of its own, and return."""
     config = load_config(args.config, args.set)
-    if config.supervisor.place != "job":
+    fleet = fleet_supervisor(Path(config.run.dir))
+    if config.supervisor.place != "job" and fleet is None:
         mend = "start it with `higgsfield run`, or set supervisor.place to job"
         raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
-    _ask_before_creating(args.config, config, with_supervisor=True)
+    _ask_before_creating(args.config, config, with_supervisor=fleet is None)
     run_dir = open_or_create(config, may_change=True)
     if read_state(run_dir).state == "finished":
         print(f"{config.run.name} is finished already: {run_dir.path}")
         return OK
-    name = own_job_name(reopen(run_dir, config))
-    scheduler = choose(config.cluster.kind, run_dir.jobs)
-    live = scheduler.find(name)
-    job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
-    where = "process" if isinstance(scheduler, LocalScheduler) else "job"
-    print(f"{config.run.name}: the supervisor is {where} {job_id}; you may log out now")
+    if fleet is None or read_state(run_dir).is_over:
+        reopen(run_dir, config)
+    print(f"{config.run.name}: {fleet or _start_supervisor(config, run_dir)}; you may log out now")
     print(f"where it stands: higgsfield status {run_dir.path}")
     print(f"what happened:   higgsfield log {run_dir.path}")
     return OK
+
+
+def _start_supervisor(config: Config, run_dir: RunDir) -> str:
+    """Start the run's own supervisor, unless it is on its way already; what it is."""
+    name = own_job_name(read_state(run_dir))
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    live = scheduler.find(name)
+    job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
+    return f"the supervisor is {'process' if isinstance(scheduler, LocalScheduler) else 'job'} {job_id}"
 
 
 def stop(args: argparse.Namespace) -> int:
