@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     if args.all is not None:
         from supervisor.verbs.fleet import run_all
 
+        if args.set:
+            raise RunError("--set changes one CONFIG; the runs under --all keep the configuration that they have")
         return run_all(args.all, once=args.once)
     config = load_config(args.config, args.set)
     _ask_before_creating(args.config, config, with_supervisor=False)
