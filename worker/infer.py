@@ -103,11 +103,8 @@ def _generate(run: RunDir, chosen: Chosen, question: Question, tell: Tell) -> No
     tokenizer = _tokenizer(chosen.folder, config)
     inputs = _inputs(tokenizer, question)
     on_gpu = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(
-        chosen.folder,
-        dtype=torch.bfloat16 if on_gpu and config.training.precision == "bf16" else "auto",
-        device_map="auto" if on_gpu else None,
-    )
+    dtype = torch.bfloat16 if on_gpu and config.training.precision == "bf16" else "auto"
+    model = _model(chosen.folder, dtype=dtype, device_map="auto" if on_gpu else None)
     if question.seed is not None:
         torch.manual_seed(question.seed)
     with _average_of(model, chosen, config) if chosen.is_average else nullcontext():
@@ -117,6 +114,15 @@ def _generate(run: RunDir, chosen: Chosen, question: Question, tell: Tell) -> No
             pad_token_id=next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0),
             streamer=_Streamer(tokenizer, tell),
         )
+
+
+def _model(folder: Path, **told: Any) -> Any:
+    """The model, its adapters under the names that they are trained and averaged by."""
+    if not (folder / "adapter_config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(folder, **told)
+    from peft import AutoPeftModelForCausalLM
+
+    return AutoPeftModelForCausalLM.from_pretrained(folder, is_trainable=True, **told).eval()
 
 
 def _tokenizer(folder: Path, config: configuration.Config) -> Any:

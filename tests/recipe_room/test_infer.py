@@ -1,9 +1,12 @@
 """Which weights answer, and how: a folder as a run leaves it, without the run."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
 from worker.checkpoints import EMA as EMA_FILE
@@ -12,10 +15,11 @@ from worker.contract.files import publish_message
 from worker.contract.inference import Piece, Question
 from worker.contract.loss_history import HistoryWriter, Record
 from worker.contract.manifest import MANIFEST, FileEntry, Manifest
-from worker.contract.recipe_config import EmaConfig
+from worker.contract.recipe_config import EmaConfig, LoraConfig
 from worker.contract.run_dir import RunDir
 from worker.ema import Ema
 from worker.infer import NoWeightsError, answer, choose
+from worker.lora import with_adapters
 from worker.models import build_model
 
 MODEL: dict[str, Any] = {"config": {**LLAMA, "vocab_size": 260}}
@@ -57,6 +61,14 @@ def text(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
+def complete(folder: Path, weights: str, step: int) -> None:
+    """Write the manifest that makes a checkpoint of ``folder``."""
+    files = {weights: FileEntry(bytes=(folder / weights).stat().st_size, xxh128="")}
+    needed = [name for name, field in Manifest.model_fields.items() if field.is_required()]
+    told = dict.fromkeys(needed, 1) | {"step": step, "files": files, "versions": {}, "weights_finite": True}
+    publish_message(folder / MANIFEST, Manifest.model_validate({**told, "config_digest": "", "data_digest": ""}))
+
+
 class TestWeights:
     @pytest.mark.parametrize(
         ("losses", "expected"),
@@ -83,11 +95,7 @@ class TestWeights:
             folder = run.checkpoint(step)
             save(folder, seed=step)
             Ema(build_model(configured(MODEL)), EmaConfig()).save(folder / EMA_FILE)
-            files = {"model.safetensors": FileEntry(bytes=(folder / "model.safetensors").stat().st_size, xxh128="")}
-            needed = [name for name, field in Manifest.model_fields.items() if field.is_required()]
-            told = dict.fromkeys(needed, 1) | {"step": step, "files": files, "versions": {}, "weights_finite": True}
-            told |= {"config_digest": "", "data_digest": ""}
-            publish_message(folder / MANIFEST, Manifest.model_validate(told))
+            complete(folder, "model.safetensors", step)
         (run.checkpoint(12) / "model.safetensors").write_bytes(b"cut")
         assert choose(run, "raw").folder == run.checkpoint(8)
         assert choose(run, "ema").is_average
@@ -96,6 +104,31 @@ class TestWeights:
         save(run.path / "as_ema")
         (run.path / "as_ema").rename(run.final)
         assert text(ask(run, weights="raw", temperature=0)) == average
+
+    @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 on transformers 5.24
+    def test_the_average_of_adapters_answers_before_the_run_is_finished(self, tmp_path: Path) -> None:
+        pytest.importorskip("peft", reason="the extra lora is not installed")
+        save(tmp_path / "base")
+        run, rules = RunDir(tmp_path), LoraConfig(r=4)
+        model = {"path": str(tmp_path / "base"), "lora": rules.model_dump()}
+        configuration.write(run.config, configured({"config": None, **model}))
+        folder = run.checkpoint(4)
+        folder.mkdir(parents=True)
+        adapted = with_adapters(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), rules, None)
+        for name, one in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(one)
+        Ema(adapted, EmaConfig()).save(folder / EMA_FILE)
+        for name, one in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.zeros_(one)
+        adapted.save_pretrained(folder)
+        chat_tokenizer().save_pretrained(folder)
+        complete(folder, "adapter_model.safetensors", 4)
+        raw, average = text(ask(run, weights="raw", temperature=0)), text(ask(run, weights="ema", temperature=0))
+        assert raw != average
+        shutil.copytree(tmp_path / "base", run.final)
+        assert text(ask(run, weights="raw", temperature=0)) == raw  # adapters of nothing but zeros
 
     def test_what_a_run_does_not_have_is_named(self, tmp_path: Path) -> None:
         run = RunDir(tmp_path)
