@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from slurm.local_cluster.cluster import Cluster, running
 from slurm.local_cluster.configuration import missing_packages
+
+if TYPE_CHECKING:
+    from tests.trainer_room.rig import Launcher
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """The session's zygote, which forks a real trainer in a fraction of a second."""
+    from tests.trainer_room.rig import Launcher
+
+    launcher = Launcher(tmp_path_factory.mktemp("launcher") / "log")
+    yield launcher
+    launcher.close()
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,7 @@ class StepTap:
         self._norm: torch.Tensor | float | None = None
         self._own_gradient = OwnGradient()
         self._rate = 0.0
+        self._scale: float | None = None
         self._tokens = 0
         self._began = self._got_data = time.monotonic()
         wrap(trainer, "training_step", self._add_loss)
@@ -75,6 +76,7 @@ class StepTap:
     def begin(self) -> None:
         """The Trainer is about to train the model that it has wrapped."""
         self._own_gradient.watch(self._trainer.model_wrapped)
+        self._scale = self._scale_now()
 
     def _add_loss(self, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = original(*args, **kwargs)
@@ -110,15 +112,15 @@ class StepTap:
     def take(self, state: TrainerState, ask: Ask, alarm: Judgement) -> Measured:
         """The step that just ended; the next one is measured from here."""
         seconds = time.monotonic() - self._began
-        scaler = self._scaler
+        scale_before, self._scale = self._scale, self._scale_now()
         measured = Measured(
             step=state.global_step,
             epoch=float(state.epoch or 0.0),
             rows=Later(world.rows_of_all_ranks(self._row(ask, alarm))),
             rate=self._rate,
             knows_norm=self._norm is not None,
-            scaler_skipped=scaler is not None and self._trainer.accelerator.optimizer_step_was_skipped,
-            loss_scale=None if scaler is None else float(scaler.get_scale()),
+            scaler_skipped=_fell(scale_before, self._scale),
+            loss_scale=self._scale,
             step_s=seconds,
             data_wait_s=self._got_data - self._began,
             tokens_per_s=self._tokens * world.world_size() / max(seconds, 1e-9),
@@ -127,12 +129,24 @@ class StepTap:
         self._loss = self._norm = None
         return measured
 
+    def _scale_now(self) -> float | None:
+        """The fp16 scaler's scale; None where there is none."""
+        return None if self._scaler is None else float(self._scaler.get_scale())
+
     def _row(self, ask: Ask, alarm: Judgement) -> torch.Tensor:
         device = self._trainer.args.device
         own_gradient = self._own_gradient.take()
         gravity = float(GRAVITY.index(alarm.verdict))
         numbers = (self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient, gravity)
         return torch.stack([_on_device(number, device) for number in numbers])
+
+
+def _fell(before: float | None, now: float | None) -> bool:
+    """Whether the scaler skipped the step between: it lowers its scale then, and at no other time.
+
+    What accelerate says of it is wrong for fused optimizers, whose ``step`` is called all the same.
+    """
+    return before is not None and now is not None and now < before
 
 
 def _on_device(number: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:

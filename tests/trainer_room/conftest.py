@@ -12,13 +12,6 @@ from worker.contract.run_dir import RunDir
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path_factory.mktemp("launcher") / "log")
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 samples of 32 bytes: an epoch of five tiny batches."""
     return write_text(tmp_path_factory.mktemp("data") / "text.txt", num_bytes=20 * 32)

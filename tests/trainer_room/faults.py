@@ -6,7 +6,9 @@ N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: 
 clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite, gradient and
 all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes loss and
 gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``tells_base``: in the end, the digest of the
-frozen weights is in the file base.
+frozen weights is in the file base. ``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of
+refusing fp16. ``overflow``: a token that makes the loss of its batch infinite under fp16, as a number above 65,504
+would.
 """
 
 import functools
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
@@ -46,12 +49,14 @@ def inject_more(faults: dict[str, Any]) -> None:
         os.umask(faults["umask"])
     if "fsdp_on_cpu" in faults:
         _shard_on_cpu()
+    if "fp16_on_cpu" in faults:
+        _train_in_fp16_on_cpu(faults["fp16_on_cpu"])
+    wrap(worker.setup, "build_model", functools.partial(_build_poisoned, Poison(faults)))
     attach: Callable[..., Attached] = worker.train.attach
 
     def attach_with_more(trainer: Any, context: Any) -> Attached:
         if faults.get("draws"):
             trainer.train_dataset = Drawing(trainer.train_dataset)
-        trainer.model.register_forward_hook(Poison(faults), with_kwargs=True)
         attached = attach(trainer, context)
         trainer.add_callback(Moments(attached, faults))
         return attached
@@ -75,6 +80,26 @@ def _shard_on_cpu() -> None:
     AcceleratorState.__init__ = functools.partialmethod(functools.partial(begin, AcceleratorState.__init__))
 
 
+def _train_in_fp16_on_cpu(first_scale: float) -> None:
+    """Have accelerate train in fp16 on a CPU as it does on a GPU: autocast, and a scaler that begins at this scale."""
+
+    def begin(original: Callable[..., None], accelerator: Any, *args: Any, mixed_precision: Any, **kwargs: Any) -> None:
+        original(accelerator, *args, mixed_precision="no", **kwargs)
+        if mixed_precision == "fp16":
+            accelerator.state._mixed_precision = mixed_precision
+            accelerator.native_amp = True
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=first_scale)
+
+    Accelerator.__init__ = functools.partialmethod(functools.partial(begin, Accelerator.__init__))  # type: ignore
+
+
+def _build_poisoned(poison: "Poison", original: Callable[..., Any], *args: Any) -> torch.nn.Module:
+    model: Any = original(*args)
+    model.get_input_embeddings().register_forward_pre_hook(poison.note_precision)
+    model.register_forward_hook(poison, with_kwargs=True)
+    return model
+
+
 def _be_superseded(original: Callable[..., None], attached: Attached, *args: Any) -> None:
     run = attached.context.run
     claim = Claim(job_id="17", name="hf-test", restart=1, host="there", pid=1, started_ticks=1, time=1.0)
@@ -88,6 +113,7 @@ class Poison:
 
     def __init__(self, faults: dict[str, Any]) -> None:
         self._infinite, self._nan = faults.get("poison", -1), faults.get("nan_loss", -1)
+        self._overflow, self._is_fp16 = faults.get("overflow", -1), False
 
     def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if output.loss is None:
@@ -96,6 +122,12 @@ class Poison:
             output.loss = output.loss * math.inf
         if (kwargs["input_ids"] == self._nan).any():
             output.loss = output.loss + math.nan
+        if self._is_fp16 and (kwargs["input_ids"] == self._overflow).any():
+            output.loss = output.loss * math.inf
+
+    def note_precision(self, *_: object) -> None:
+        """Autocast is on inside of a model's forward only."""
+        self._is_fp16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
 
 
 class Drawing(torch.utils.data.Dataset[Any]):

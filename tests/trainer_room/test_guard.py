@@ -202,6 +202,23 @@ def test_one_rank_alone_sees_it_and_none_applies_it(
 
 
 @pytest.mark.training
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_steps_that_the_fp16_scaler_skips_are_no_reason_to_go_back(
+    make_rig: Callable[..., Rig], tmp_path: Path, name: str
+) -> None:
+    """Its first scale is far too large: AdamW is fused, of which accelerate says that it had applied every step."""
+    optimizer = {"name": name, **OPTIMIZERS[name]}
+    rig = poisoned_rig(make_rig, tmp_path, precision="fp16", optimizer=optimizer)
+    rig.finish(fp16_on_cpu=2.0**20)
+    skipped = whose_update_was_withheld(rig)
+    assert len(skipped) == 3
+    assert {record.warnings for record in skipped} == {("the fp16 scaler skipped this step",)}
+    scales = [record.loss_scale for record in rig.history()]
+    assert scales[: len(skipped)] == [2.0**19, 2.0**18, 2.0**17]
+    assert [record.verdict for record in rig.history()][len(skipped) :] == ["ok"] * (MAX_STEPS - len(skipped))
+
+
+@pytest.mark.training
 def test_a_loss_that_is_nan_beside_a_finite_gradient_is_a_warning(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
     rig = poisoned_rig(make_rig, tmp_path, max_steps=4)
     rig.finish(nan_loss=MARKER)
