@@ -202,13 +202,11 @@ def test_one_rank_alone_sees_it_and_none_applies_it(
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_steps_that_the_fp16_scaler_skips_are_no_reason_to_go_back(
-    make_rig: Callable[..., Rig], tmp_path: Path, name: str
+    make_rig: Callable[..., Rig], tmp_path: Path
 ) -> None:
     """Its first scale is far too large: AdamW is fused, of which accelerate says that it had applied every step."""
-    optimizer = {"name": name, **OPTIMIZERS[name]}
-    rig = poisoned_rig(make_rig, tmp_path, precision="fp16", optimizer=optimizer)
+    rig = poisoned_rig(make_rig, tmp_path, precision="fp16")
     rig.finish(fp16_on_cpu=2.0**20)
     skipped = whose_update_was_withheld(rig)
     assert len(skipped) == 3
