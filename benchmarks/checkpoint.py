@@ -1,17 +1,20 @@
 """What a save and a resume cost, beside those of the plain Trainer, early in a run and late.
 
 ``python -m benchmarks.checkpoint`` prints one table: the median of ``--repeats`` saves and resumes at every step of
-``--steps``. Both run the same model, data and settings in this process. A late step is not trained for: the Trainer is
-told that it has come so far, and the history and the Trainer's own log are filled with as many records as there would
-be. The plain Trainer makes nothing durable, so its save is shown without and with a fsync of every file. The first save
-and the first resume of each kind warm up and are not counted.
+``--steps``. All of them are made in one process and take turns, so that what slows the machine down meets each alike; a
+step that is given twice shows the noise. A late step is not trained for: the Trainer is told that it has come so far,
+and the history and the Trainer's own log are filled with as many records as there would be. The plain Trainer makes
+nothing durable, so its save is shown without and with a fsync of every file. The first save and the first resume of
+each kind warm up and are not counted.
 """
 
 import argparse
+import gc
 import logging
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
@@ -37,39 +40,30 @@ from worker.contract.run_dir import RunDir, checkpoint_name
 from worker.resume import choose
 from worker.setup import build_trainer
 from worker.start import Start
-from worker.wrap import wrap
 
 JOB = "1"
 LOG_EVERY = 50
-
-
-@dataclass
-class Times:
-    """Seconds of every repetition, the first one not counted."""
-
-    save_s: list[float] = field(default_factory=list)
-    durable_s: list[float] = field(default_factory=list)
-    resume_s: list[float] = field(default_factory=list)
+PLAIN, OURS = "plain Trainer", "higgsfield"
 
 
 class ReachedError(Exception):
     """The first step would begin now."""
 
 
-class StartAt(TrainerCallback):
-    """Tells a fresh Trainer that ``step - 1`` steps are behind it, and has it save after each of the next steps."""
+class OnlyStep(TrainerCallback):
+    """Tells a fresh Trainer that ``step - 1`` steps are behind it, and has it make the next one and end."""
 
-    def __init__(self, trainer: Trainer, step: int, log: list[dict[str, Any]]) -> None:
-        self._trainer, self._step, self._log = trainer, step, log
+    def __init__(self, trainer: Trainer, step: int) -> None:
+        self._trainer, self._step = trainer, step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.global_step = self._step - 1
-        state.log_history = list(self._log)
+        state.log_history = logged(self._step)
         schedule: Any = self._trainer.lr_scheduler
         schedule.last_epoch = self._step - 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        control.should_save = True
+        control.should_training_stop = True
         return control
 
 
@@ -80,7 +74,7 @@ class StopAtFirstStep(TrainerCallback):
         raise ReachedError
 
 
-def configured(text: Path, told: argparse.Namespace) -> Config:
+def configured(text: Path, told: argparse.Namespace, step: int) -> Config:
     model = {
         "model_type": "llama",
         "vocab_size": 256,
@@ -91,7 +85,7 @@ def configured(text: Path, told: argparse.Namespace) -> Config:
         "intermediate_size": 3 * told.hidden,
     }
     optimizer = {"learning_rate": 1e-5}
-    training = {"max_steps": max(told.steps) + told.repeats + 1, "batch_size": 1, "precision": "fp32"}
+    training = {"max_steps": step + told.repeats + 2, "batch_size": 1, "precision": "fp32"}
     fields: dict[str, Any] = {
         "run": {"name": "benchmark"},
         "model": {"config": model},
@@ -124,11 +118,57 @@ def logged(steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def timed(into: list[float], original: Callable[..., Any], *args: Any) -> None:
-    os.sync()  # nobody's earlier writes are waited for within
-    began = time.monotonic()
-    original(*args)
-    into.append(time.monotonic() - began)
+@dataclass
+class Case:
+    """One Trainer with a step behind it, and what its saves and resumes took, in seconds."""
+
+    name: str
+    step: int
+    run: RunDir
+    config: Config
+    saver: Trainer
+    save_s: list[float] = field(default_factory=list)
+    durable_s: list[float] = field(default_factory=list)
+    resume_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.name == PLAIN
+
+    def save(self) -> None:
+        """One save, and one more where the next is: only the first checkpoint stays, to be resumed from."""
+        began = begin_timing()
+        self.saver._save_checkpoint(self.saver.model, trial=None)
+        self.save_s.append(time.monotonic() - began)
+        newest = self.run.checkpoint(self.saver.state.global_step)
+        if self.is_plain:
+            make_durable(newest)
+        self.durable_s.append(time.monotonic() - began)
+        if len(self.save_s) > 1:
+            shutil.rmtree(newest)
+        self.saver.state.global_step += 1
+
+    def resume(self) -> None:
+        """From building nothing but the checkpoint's state to where the first step would begin."""
+        attempt = 2 + len(self.resume_s)
+        if self.is_plain:
+            trainer, chosen = plain_trainer(self.run, self.config), self.run.checkpoint(self.step)
+            began = begin_timing()
+        else:
+            begin_attempt(self.run, attempt, self.step)
+            trainer, begin = ours(self.run, self.config, attempt, self.step)
+            began = begin_timing()
+            chosen = begin()
+        train_until_first_step(trainer, chosen)
+        self.resume_s.append(time.monotonic() - began)
+
+
+def begin_timing() -> float:
+    """Now, with nobody's earlier writes or garbage to be waited for."""
+    gc.collect()
+    gc.freeze()
+    os.sync()
+    return time.monotonic()
 
 
 def train_until_first_step(trainer: Trainer, checkpoint: Path) -> None:
@@ -139,53 +179,24 @@ def train_until_first_step(trainer: Trainer, checkpoint: Path) -> None:
         return
 
 
-def measure_plain(run: RunDir, config: Config, step: int, repeats: int) -> Times:
-    """The plain Trainer's saves and resumes."""
-    times = Times()
-
-    def save(original: Callable[..., Any], *args: Any) -> None:
-        timed(times.save_s, original, *args)
-        newest = run.checkpoint(trainer.state.global_step)
-        began = time.monotonic()
-        make_durable(newest)
-        times.durable_s.append(times.save_s[-1] + time.monotonic() - began)
-
-    trainer = plain_trainer(run, config, step + repeats)
-    trainer.add_callback(StartAt(trainer, step, logged(step)))
-    wrap(trainer, "_save_checkpoint", save)
+def prepared(name: str, step: int, run: RunDir, config: Config) -> Case:
+    """A case whose Trainer has the optimizer's state and the logs of ``step`` steps."""
+    run.path.mkdir()
+    if name == PLAIN:
+        trainer = plain_trainer(run, config)
+    else:
+        begin_attempt(run, 1, None)
+        fill_history(run, step - 1)
+        trainer, begin = ours(run, config, 1, None)
+        begin()
+    trainer.add_callback(OnlyStep(trainer, step))
     trainer.train()
-    for _ in range(repeats + 1):
-        trainer = plain_trainer(run, config, step + repeats)
-        timed(times.resume_s, train_until_first_step, trainer, run.checkpoint(step))
-    return times
+    return Case(name, step, run, config, trainer)
 
 
-def plain_trainer(run: RunDir, config: Config, max_steps: int) -> Trainer:
-    training = config.training.model_copy(update={"max_steps": max_steps})
-    trainer, _ = build_trainer(run, config.model_copy(update={"training": training}), Path.cwd())
+def plain_trainer(run: RunDir, config: Config) -> Trainer:
+    trainer, _ = build_trainer(run, config, Path.cwd())
     return trainer
-
-
-def measure_ours(run: RunDir, config: Config, step: int, repeats: int) -> Times:
-    """Our saves and resumes: choice, digests and proof are part of a resume."""
-    times = Times()
-    begin_attempt(run, 1, None)
-    fill_history(run, step - 1)
-    trainer, resume = ours(run, config, 1, None, step + repeats)
-    resume()
-    trainer.add_callback(StartAt(trainer, step, logged(step)))
-    wrap(trainer, "_save_checkpoint", lambda original, *args: timed(times.save_s, original, *args))
-    trainer.train()
-    for attempt in range(2, 3 + repeats):
-        begin_attempt(run, attempt, step)
-        trainer, resume = ours(run, config, attempt, step, step + repeats)
-
-        def whole(trainer: Trainer = trainer, resume: Callable[[], None] = resume) -> None:
-            resume()
-            train_until_first_step(trainer, run.checkpoint(step))
-
-        timed(times.resume_s, whole)
-    return times
 
 
 def begin_attempt(run: RunDir, attempt: int, step: int | None) -> None:
@@ -197,12 +208,8 @@ def begin_attempt(run: RunDir, attempt: int, step: int | None) -> None:
     take_claim(run.claim(attempt), claim)
 
 
-def ours(
-    run: RunDir, config: Config, attempt: int, step: int | None, max_steps: int
-) -> tuple[Trainer, Callable[[], None]]:
+def ours(run: RunDir, config: Config, attempt: int, step: int | None) -> tuple[Trainer, Callable[[], Path]]:
     """A Trainer, and what chooses the checkpoint and attaches everything to it."""
-    training = config.training.model_copy(update={"max_steps": max_steps})
-    config = config.model_copy(update={"training": training})
     trainer, data = build_trainer(run, config, Path.cwd())
     start = Start(attempt=attempt, restart=0, job_id=JOB, name="hf-b", rank=0, world=1, local_rank=0)
     run.restart(attempt, 0).mkdir(parents=True, exist_ok=True)
@@ -210,28 +217,31 @@ def ours(
     named = None if step is None else checkpoint_name(step)
     directive = Directive(attempt=attempt, resume_from=named, **told)
 
-    def resume() -> None:
+    def begin() -> Path:
         chosen = choose(run, attempt, named, sizes_only=False)
         attach(trainer, Context(run, start, directive, config, data.digest, chosen))
+        return chosen.folder if chosen else run.checkpoints
 
-    return trainer, resume
+    return trainer, begin
 
 
-def measured(told: argparse.Namespace) -> list[tuple[str, int, Times]]:
-    rows = []
+def measured(told: argparse.Namespace) -> list[Case]:
     with tempfile.TemporaryDirectory(dir=told.folder, prefix="benchmark-") as folder:
         text = Path(folder, "text.txt")
         text.write_bytes(b"a line of the benchmark's text.\n" * (max(told.steps) + 10_000))
-        config = configured(text, told)
-        for step in told.steps:
-            for name, measure in (("plain Trainer", measure_plain), ("higgsfield", measure_ours)):
-                run = RunDir(Path(folder, f"{name.split()[0]}-{step}"))
-                run.path.mkdir()
-                rows.append((name, step, measure(run, config, step, told.repeats)))
-    return rows
+        cases = [
+            prepared(name, step, RunDir(Path(folder, f"{number}-{name.split()[0]}")), configured(text, told, step))
+            for number, step in enumerate(told.steps)
+            for name in (PLAIN, OURS)
+        ]
+        for one in (Case.save, Case.resume):
+            for turn in range(told.repeats + 1):
+                for case in cases if turn % 2 else reversed(cases):
+                    one(case)
+    return cases
 
 
-def shown(rows: list[tuple[str, int, Times]], told: argparse.Namespace, parameters: int) -> str:
+def shown(cases: list[Case], told: argparse.Namespace, parameters: int) -> str:
     """The table, with everything that is needed to read it."""
     having = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
@@ -240,15 +250,27 @@ def shown(rows: list[tuple[str, int, Times]], told: argparse.Namespace, paramete
         f"versions   Python {platform.python_version()}, {having}",
         f"machine    {platform.machine()}, threads {torch.get_num_threads()}, in {told.folder or 'a temporary folder'}",
         f"model      {parameters:,} parameters in float32, AdamW; higgsfield also keeps an average of the weights",
-        f"figures    median of {told.repeats}, in seconds",
+        f"figures    median of {told.repeats}, in seconds; ratios: median of those within each turn",
         "",
         f"{'':16}{'step':>8}{'save':>10}{'durable':>10}{'resume':>10}",
     ]
-    for name, step, times in rows:
-        durable = times.durable_s or times.save_s
-        figures = "".join(f"{statistics.median(each[1:]):>10.3f}" for each in (times.save_s, durable, times.resume_s))
-        lines.append(f"{name:16}{step:>8}{figures}")
+    for case in cases:
+        times = (case.save_s, case.durable_s, case.resume_s)
+        figures = "".join(f"{statistics.median(each[1:]):>10.3f}" for each in times)
+        lines.append(f"{case.name:16}{case.step:>8}{figures}")
+    first = dict[str, Case]()
+    for case in cases:
+        base = first.setdefault(case.name, case)
+        if case is not base:
+            pairs = ((base.durable_s, case.durable_s), (base.resume_s, case.resume_s))
+            ratios = "".join(f"{paired_ratio(*pair):>10.2f}" for pair in pairs)
+            lines.append(f"{case.name:16}{f'{case.step} / {base.step}':>18}{ratios}")
     return "\n".join(lines)
+
+
+def paired_ratio(first: list[float], second: list[float]) -> float:
+    """The median of the ratios of what was measured in the same turn."""
+    return statistics.median(late / early for early, late in zip(first[1:], second[1:], strict=True))
 
 
 def main() -> None:
@@ -262,9 +284,9 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    rows = measured(told)
+    cases = measured(told)
     per_layer = 4 * told.hidden**2 + 3 * told.hidden * 3 * told.hidden + 2 * told.hidden
-    print(shown(rows, told, 2 * 256 * told.hidden + told.layers * per_layer + told.hidden))
+    print(shown(cases, told, 2 * 256 * told.hidden + told.layers * per_layer + told.hidden))
 
 
 if __name__ == "__main__":

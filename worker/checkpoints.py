@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from worker.contract.files import Message, sync_folder
-from worker.contract.loss_history import Record
+from worker.contract.loss_history import Record, copy_until
 from worker.contract.manifest import MANIFEST, FileEntry, Health, Manifest, complete_checkpoints, health
 from worker.contract.recovery_config import CheckpointConfig
 from worker.contract.run_dir import RunDir, checkpoint_name
@@ -68,6 +68,13 @@ def digest_of(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             hasher.update(chunk)
     return str(hasher.hexdigest())
+
+
+def copy_history(source: Path, end: int, place: Path) -> str:
+    """Copy the history as it was when its records ended at ``end``, byte for byte; the digest of the copy."""
+    with DigestingFile(place) as file:
+        copy_until(source, end, file.write)
+    return file.digest()
 
 
 def file_entries(folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> dict[str, FileEntry]:

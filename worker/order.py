@@ -56,6 +56,7 @@ class EpochOrder(Sampler[int]):
         self._skipped = tuple(skipped)
         self._begin = begin
         self._laps = lru_cache(maxsize=2)(self._laps_of)
+        self._samples = lru_cache(maxsize=2)(self._samples_of)
 
     def _gone(self, epoch: int) -> Set[int]:
         """The batches of ``epoch`` that are skipped; none where nothing would be left of it."""
@@ -69,15 +70,14 @@ class EpochOrder(Sampler[int]):
         begin_epoch, position = divmod(step, self.num_batches)
         if epoch != begin_epoch or position == 0:
             position = behind = 0
-        return order_from(self.num_batches, gone, position, behind) if gone or behind else range(self.num_batches)
+        is_shifted = gone or behind != position
+        return order_from(self.num_batches, gone, position, behind) if is_shifted else range(self.num_batches)
 
     def __len__(self) -> int:
         return self.num_batches * self.global_batch
 
     def __iter__(self) -> Iterator[int]:
-        order = self._samples(self.epoch)
-        for lap in self._laps(self.epoch):
-            yield from self._batch(order, lap % self.num_batches)
+        return iter(self._samples_in(self.epoch, self._laps(self.epoch)))  # all at once: a resume passes by thousands
 
     def batch_of(self, step: int) -> tuple[int, int]:
         """(epoch, global batch in the epoch's own order) that optimizer step ``step`` trains on; steps count from 1."""
@@ -98,7 +98,7 @@ class EpochOrder(Sampler[int]):
 
     def samples_in(self, epoch: int, batch: int) -> list[int]:
         """The sample indices of a global batch of the epoch's own order."""
-        return self._batch(self._samples(epoch), batch)
+        return self._samples_in(epoch, [batch])
 
     def left_out(self) -> list[tuple[int, int]]:
         """(epoch, batch) of everything that is skipped and lies ahead of where training begins."""
@@ -107,13 +107,16 @@ class EpochOrder(Sampler[int]):
         skipped = [(epoch, batch) for epoch in {one.epoch for one in self._skipped} for batch in self._gone(epoch)]
         return sorted(place for place in skipped if place >= here)
 
-    def _samples(self, epoch: int) -> list[int]:
+    def _samples_of(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:
-            return list(range(self.num_samples))
+            return torch.arange(self.num_samples)
         generator = torch.Generator()
         generator.manual_seed(random.Random(f"{self._seed} {epoch}").getrandbits(63))
-        return torch.randperm(self.num_samples, generator=generator).tolist()
+        return torch.randperm(self.num_samples, generator=generator)
 
-    def _batch(self, order: list[int], batch: int) -> list[int]:
-        begin = batch * self.global_batch
-        return [order[index % self.num_samples] for index in range(begin, begin + self.global_batch)]
+    def _samples_in(self, epoch: int, laps: Sequence[int]) -> list[int]:
+        """The sample indices of batches, one after the other."""
+        numbers = torch.arange(len(laps)) if laps == range(len(laps)) else torch.tensor(laps) % self.num_batches
+        places = numbers[:, None] * self.global_batch + torch.arange(self.global_batch)
+        indices: list[int] = self._samples(epoch)[places.flatten() % self.num_samples].tolist()
+        return indices

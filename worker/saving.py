@@ -18,6 +18,7 @@ from worker.checkpoints import (
     PROOF,
     Proof,
     bad_checkpoint_place,
+    copy_history,
     digesting_torch_save,
     file_entries,
     make_durable,
@@ -60,7 +61,7 @@ def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any) -
         own_names(attached.model),
     ):
         original(model, trial)
-    _write_ours(attached, own / checkpoint_name(step), rng_digests)
+    digests |= _write_ours(attached, own / checkpoint_name(step), rng_digests)
     entries = _settle(own, staged, checkpoint_name(step), digests)
     files = {name: entry for of_rank in world.of_all_ranks(entries) for name, entry in of_rank.items()}
     world.from_rank_zero(lambda: _publish(attached, staged, lambda: _manifest(attached, probe, are_finite, files)))
@@ -89,12 +90,15 @@ def _settle(own: Path, staged: Path, name: str, digests: Mapping[Path, str]) -> 
     return entries
 
 
-def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) -> None:
-    """Average, detector, proof, and the history byte for byte: rank 0's, to whom the others bring their parts."""
-    is_writer = attached.segment is not None
-    ema_digest = attached.average.save(folder / EMA if is_writer else None) if attached.average else None
-    if not is_writer:
-        return
+def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) -> dict[Path, str]:
+    """Average, detector, proof, and the history byte for byte: rank 0's, to whom the others bring their parts.
+
+    The digests that were made on the way.
+    """
+    segment = attached.segment
+    ema_digest = attached.average.save(folder / EMA if segment else None) if attached.average else None
+    if segment is None:
+        return {}
     (folder / DETECTOR).write_text(encode(attached.detector.state()) + "\n", encoding="utf-8")
     proof = Proof(
         rng_digests=rng_digests,
@@ -104,7 +108,8 @@ def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) 
         platform=platform_of(attached.trainer.args.device),
     )
     publish_message(folder / PROOF, proof)
-    shutil.copyfile(attached.context.run.history, folder / "loss_history.json")
+    history = folder / attached.context.run.history.name
+    return {history: copy_history(attached.context.run.history, segment.history_bytes, history)}
 
 
 def _manifest(attached: Attached, probe: float | None, are_finite: bool, files: dict[str, FileEntry]) -> Manifest:

@@ -1,37 +1,53 @@
 """Rank 0's side of the history: the records of one segment, and what health needs to know of those before."""
 
+import math
+import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from worker.contract.byte_lines import lines_from_end
 from worker.contract.files import publish
 from worker.contract.loss_history import HistoryWriter, Record, last_record, record
 from worker.contract.loss_history import Start as SegmentStart
 from worker.contract.run_dir import RunDir
 from worker.start import Start
 
-_PLAINLY_OK = re.compile(rb'\{"segment": \d+, "attempt": \d+, "restart": \d+, "step": (\d+), .*"verdict": "ok"')
+_HEAD = re.compile(rb'\{"segment": \d+, "attempt": \d+, "restart": \d+, "step": (\d+), ')
+_OK = b'"verdict": "ok"'
 
 
-def telling_records(history: bytes, begin_step: int) -> tuple[list[Record], list[Record]]:
-    """Of the surviving records up to ``begin_step``: those that are not ``ok``, and the last one.
+def telling_records(history: Path, oldest_step: int, begin_step: int) -> tuple[list[Record], list[Record]]:
+    """Of the surviving records up to ``begin_step``: those from ``oldest_step`` on that are not ``ok``, and the last.
 
-    Only these are parsed: a resume at step 20,000 is to cost no more than one at step 20. The history is whole, as its
-    writer leaves it when it opens.
+    The history is read from its end, no further than it has to be, and only what is returned is parsed: a resume at
+    step 20,000 is to cost no more than one at step 20. It is whole, as its writer leaves it when it opens.
     """
-    branch: list[tuple[int, bytes, bool]] = []
-    for line in history.splitlines():
-        if not line.startswith(b"{"):
-            continue
-        found = _PLAINLY_OK.match(line)
-        step = int(found[1]) if found else _parsed(line).step
-        while branch and branch[-1][0] >= step:
-            branch.pop()
-        branch.append((step, line, found is not None))
-    before = [one for one in branch if one[0] <= begin_step]
-    return [_parsed(line) for _, line, is_ok in before if not is_ok], [_parsed(line) for _, line, _ in before[-1:]]
+    telling: list[Record] = []
+    last: list[Record] = []
+    for step, line in _branch_from_end(history) if begin_step else ():
+        if step <= begin_step and not (last and _OK in line):
+            one = _parsed(line)
+            last = last or [one]
+            telling += [] if one.verdict == "ok" else [one]
+        if last and step <= oldest_step:
+            break
+    return telling[::-1], last
+
+
+def _branch_from_end(history: Path) -> Iterator[tuple[int, bytes]]:
+    """The surviving records, the last one first: the step, and the line."""
+    lowest = math.inf
+    with open(history, "rb", buffering=0) as file:
+        for _, line in lines_from_end(file.fileno(), os.fstat(file.fileno()).st_size):
+            if line.startswith(b"{"):
+                found = _HEAD.match(line)
+                step = int(found[1]) if found else _parsed(line).step
+                if step < lowest:
+                    lowest = step
+                    yield step, line
 
 
 def _parsed(line: bytes) -> Record:
@@ -67,7 +83,8 @@ class Segment:
         self._writer = HistoryWriter(run.history, check)
         self.number = self._writer.next_segment
         self._start = start
-        self._telling, self._last = telling_records(run.history.read_bytes(), begin_step)
+        oldest_step = min(run.checkpoint_steps(), default=0)  # what lies before speaks of no checkpoint
+        self._telling, self._last = telling_records(run.history, oldest_step, begin_step)
         self._once: dict[str, Any] = {}
 
     def begin(self, start: SegmentStart) -> None:
@@ -109,6 +126,11 @@ class Segment:
     def branch(self) -> list[Record]:
         """The surviving records that say something about health: all that are not ``ok``, and the last."""
         return [*self._telling, *self._last]
+
+    @property
+    def history_bytes(self) -> int:
+        """How much of the history its records are, up to now; none of these bytes is written again."""
+        return self._writer.end
 
     def sync(self) -> None:
         """Make all records durable."""

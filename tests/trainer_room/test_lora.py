@@ -84,6 +84,24 @@ def test_adapters_that_were_interrupted_end_bitwise_the_same_on_a_base_that_neve
     assert (disturbed.run.path / "base").read_text() == manifest.base.digest
 
 
+def test_adapters_on_two_ranks_resume_bitwise(adapted: Callable[..., Rig]) -> None:
+    undisturbed, disturbed = adapted("undisturbed"), adapted("disturbed")
+    undisturbed.finish(world=2)
+    disturbed.start(world=2, die_at=[6, "update", signal.SIGKILL, 1])
+    assert disturbed.processes[1].wait() == -signal.SIGKILL
+    disturbed.is_killed()
+    disturbed.finish(restart=1, world=2)
+    start = disturbed.history()[4].start
+    assert start is not None
+    assert start.checkpoint == "checkpoint-4"
+    assert {"adapter_model.safetensors", "rng_state_1.pth"} <= complete_manifest(
+        disturbed.run.checkpoint(8)
+    ).files.keys()
+    assert disturbed.losses() == undisturbed.losses()
+    for place in ("final", "final/ema", "checkpoints/checkpoint-12"):
+        assert adapters(disturbed.run.path / place) == adapters(undisturbed.run.path / place)
+
+
 def test_another_base_and_adapters_for_none_are_refused(adapted: Callable[..., Rig], tmp_path: Path) -> None:
     rig = adapted("run")
     rig.start(die_at=[5, "end", signal.SIGKILL, 0])

@@ -1,6 +1,7 @@
 """The pure parts: the rates, retention, endings, what files and signals ask."""
 
 import math
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from worker.checkpoints import file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.directive import Directive, publish_directive, read_directive
 from worker.contract.exit_report import NO_WORLD_ERROR
-from worker.contract.files import publish_message
+from worker.contract.files import encode, publish_message
 from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_history, surviving
 from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.recovery_config import CheckpointConfig
@@ -28,7 +29,7 @@ from worker.probe import weights_are_finite
 from worker.randomness import random_digest, random_states_aside
 from worker.rates import configured_rates, hold_rates
 from worker.resume import choose, prove_probe
-from worker.segment import telling_records
+from worker.segment import Segment, telling_records
 from worker.staging import clear_own_staging, clear_staging
 from worker.start import Start
 from worker.train import exit_code_of
@@ -383,13 +384,36 @@ def test_one_number_that_is_not_finite_is_found_in_all_weights(value: float) -> 
 VERDICTS = st.sampled_from(["ok", "ok", "pending", "skipped", "spike", "nonfinite"])
 
 
-@given(st.lists(st.tuples(st.integers(1, 12), VERDICTS), max_size=25), st.integers(0, 12))
+@given(st.lists(st.tuples(st.integers(1, 12), VERDICTS), max_size=25), st.integers(0, 12), st.integers(0, 12))
 def test_the_telling_records_are_those_that_a_whole_reading_finds(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, Verdict]], begin: int
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, Verdict]], begin: int, oldest: int
 ) -> None:
     path = tmp_path_factory.mktemp("history") / "loss_history.json"
     with HistoryWriter(path, lambda: None) as writer:
         for step, verdict in steps:
             writer.append(record(step, verdict=verdict, warnings=('a "verdict": "spike"',)))
     before = [one for one in surviving(read_history(path)) if one.step <= begin]
-    assert telling_records(path.read_bytes(), begin) == ([one for one in before if one.verdict != "ok"], before[-1:])
+    telling = [one for one in before if one.verdict != "ok"]
+    assert telling_records(path, 0, begin) == (telling, before[-1:])
+    from_oldest, last = telling_records(path, oldest, begin)
+    assert [one for one in from_oldest if one.step >= oldest] == [one for one in telling if one.step >= oldest]
+    assert all(one in telling for one in from_oldest)
+    assert last == before[-1:]
+
+
+def test_a_long_history_is_opened_by_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At step 20,000, with the oldest checkpoint at 18,500: a handful of records is parsed, a fraction of them read."""
+    run = RunDir(tmp_path)
+    lines = [encode(record(step, loss=3.0).model_dump(mode="json", exclude_none=True)) for step in range(1, 20_001)]
+    run.history.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    for step in (18_500, 20_000):
+        run.checkpoint(step).mkdir(parents=True)
+    parsed, read = [], []
+    parse, pread = Record.model_validate_json, os.pread
+    monkeypatch.setattr(Record, "model_validate_json", lambda line: parsed.append(line) or parse(line))
+    monkeypatch.setattr(os, "pread", lambda *args: read.append(pread(*args)) or read[-1])
+    start = Start(attempt=2, restart=0, job_id="1", name="hf-test", rank=0, world=1, local_rank=0)
+    segment = Segment(run, start, 20_000, lambda: None, run.checkpoint(20_000))
+    assert [one.step for one in segment.branch()] == [20_000]
+    assert len(parsed) < 5
+    assert sum(map(len, read)) < run.history.stat().st_size / 5

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal, Self
 
 from pydantic import Field, ValidationError
 
+from worker.contract.byte_lines import lines_from_end, written_length
 from worker.contract.claim import FencedError
 from worker.contract.directive import SkippedBatches
 from worker.contract.files import Message, UnusableFileError, encode, sync_folder
@@ -282,8 +283,20 @@ def surviving(records: Iterable[Record]) -> list[Record]:
     return branch
 
 
+def copy_until(path: Path, end: int, write: Callable[[bytes], object]) -> None:
+    """Hand the history to ``write`` as it was, byte for byte, when ``end`` was its writer's ``end``."""
+    with open(path, "rb", buffering=0) as file:
+        left = end
+        while left and (chunk := file.read(min(left, 1 << 20))):
+            write(chunk)
+            left -= len(chunk)
+    write(_TAIL)
+
+
 class HistoryWriter:
     """The one writer of a history; mends a torn tail when it opens.
+
+    ``end`` is where its records end: all bytes before that stay as they are.
 
     ``check`` is called before each append and raises FencedError when the run is somebody else's by now.
     A size that is not the one this writer left means another writer: FencedError too.
@@ -294,7 +307,7 @@ class HistoryWriter:
         self._check = check
         check()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._end, self.last = _mend(path, self._descriptor)
+        self.end, self.last = _mend(path, self._descriptor)
         self._synced_at = time.monotonic()
         sync_folder(path.parent)
 
@@ -306,12 +319,12 @@ class HistoryWriter:
     def append(self, new: Record) -> None:
         """Add one record; on disk at once when it is not ``ok`` or begins a segment, else within 2 s."""
         self._check()
-        if os.fstat(self._descriptor).st_size != self._end + len(_TAIL):
+        if os.fstat(self._descriptor).st_size != self.end + len(_TAIL):
             raise FencedError(f"{self.path} changed under its writer")
         separator = b"\n" if self.last is None else b",\n"
         line = separator + encode(_as_json(new)).encode("ascii")
         self._write(line + _TAIL)
-        self._end += len(line)
+        self.end += len(line)
         self.last = new
         if new.verdict != "ok" or new.start is not None or time.monotonic() - self._synced_at > _SYNC_EVERY_S:
             self.sync()
@@ -319,10 +332,10 @@ class HistoryWriter:
     def _write(self, data: bytes) -> None:
         """Put ``data`` over the closing bracket; on a full disk the file stays as it was and OSError is raised."""
         try:
-            if os.pwrite(self._descriptor, data, self._end) != len(data):
+            if os.pwrite(self._descriptor, data, self.end) != len(data):
                 raise OSError(errno.ENOSPC, "the disk took only part of a record", str(self.path))
         except OSError:
-            _close_array(self._descriptor, self._end)
+            _close_array(self._descriptor, self.end)
             raise
 
     def sync(self) -> None:
@@ -351,17 +364,20 @@ def _as_json(one: Record) -> dict[str, Any]:
 
 
 def _mend(path: Path, descriptor: int) -> tuple[int, Record | None]:
-    """Cut a torn tail off, close the array; the offset just past the last whole record, and that record."""
-    data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    if data and data[:1] not in (_HEAD, b"\0"):
+    """Cut a torn tail off, close the array; the offset just past the last whole record, and that record.
+
+    All bytes are looked at for zeros, and only the end is parsed: a long history opens as quickly as a short one.
+    """
+    head = os.pread(descriptor, 1, 0)
+    if head not in (b"", _HEAD, b"\0"):
         raise UnusableFileError(path, "is not a loss history (it does not begin with '[')")
-    written = _before_zeros(data)
-    end, last = _last_whole(path, written)
-    if last is None and _holds_something(written):
+    written = written_length(descriptor)
+    end, last = _last_whole(path, descriptor, written)
+    if last is None and _holds_something(os.pread(descriptor, written, 0)):
         raise UnusableFileError(path, "was rewritten by another program (it has not one record a line)")
-    if data[:1] != _HEAD:
+    if head != _HEAD:
         os.pwrite(descriptor, _HEAD, 0)
-    if data[end:] != _TAIL:
+    if os.pread(descriptor, len(_TAIL) + 1, end) != _TAIL:
         _close_array(descriptor, end)
     os.fsync(descriptor)
     return end, last
@@ -380,13 +396,9 @@ def _holds_something(data: bytes) -> bool:
         return False
 
 
-def _last_whole(path: Path, data: bytes) -> tuple[int, Record | None]:
-    end = len(data)
-    while (begin := data.rfind(b"\n{", 0, end)) >= 0:
-        stop = data.find(b"\n", begin + 1)
-        line = data[begin + 1 : len(data) if stop < 0 else stop]
-        found = _parse(line, path)
+def _last_whole(path: Path, descriptor: int, written: int) -> tuple[int, Record | None]:
+    for begin, line in lines_from_end(descriptor, written):
+        found = _parse(line, path) if begin > 0 else None
         if found is not None:
-            return begin + 1 + len(line.removesuffix(b",")), found
-        end = begin + 1
+            return begin + len(line.removesuffix(b",")), found
     return len(_HEAD), None
