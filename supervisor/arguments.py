@@ -72,6 +72,10 @@ def _json(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--json", action="store_true")
 
 
+def _strict(of_verb: argparse.ArgumentParser) -> None:
+    of_verb.add_argument("--strict", action="store_true", help="warnings are errors: exit code 2")
+
+
 def _log(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--since", metavar="TIME", help="2h, 30min, 1d, 17:40, or 2026-11-29 17:40")
     of_verb.add_argument("--follow", action="store_true", help="go on as events come, until the run is over")
@@ -116,7 +120,7 @@ def _sampling(of_verb: argparse.ArgumentParser) -> None:
 _ARGUMENTS: Final[Mapping[str, Sequence[Callable[[argparse.ArgumentParser], None]]]] = {
     "run": (_config_or_all, _once),
     "submit": (_config,),
-    "check": (_config, _json),
+    "check": (_config, _json, _strict),
     "detect": (_detect, _json),
     "status": (_run_or_all, _json),
     "watch": (_run,),

@@ -1,5 +1,6 @@
-"""What can be known of a run before anything is spent: the batch text, and what the scheduler says to it."""
+"""What can be known of a run before anything is spent: its jobs, its recipe, and a look at model and data."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,23 @@ from slurm.job import JobRequest, RequestError
 from slurm.scheduler import LocalScheduler, Scheduler, choose, sbatch_text
 from supervisor.config_findings import Finding
 from supervisor.job_request import supervisor_request, worker_request
+from supervisor.known_facts import known_facts
 from supervisor.notify import has_apprise
+from supervisor.recipe_facts import Facts, Remark
+from supervisor.recipe_rules import remarks
+from worker.contract.check_report import CheckReport, Found
 from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
 
 _SITE_KEYS = ("partition", "account", "qos", "constraint", "gres", "reservation", "nodelist", "exclude", "mail_user")
+Writer = Callable[[str], str]
+"""Of a dotted key: the file that it was written in."""
+Look = Callable[[Config], CheckReport]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What is wrong, what is odd, and what would be submitted."""
+    """What is wrong, what is odd, what was not looked at, and what would be submitted."""
 
     errors: tuple[Finding, ...]
     warnings: tuple[Finding, ...]
@@ -26,28 +34,69 @@ class CheckResult:
     """The worker's batch text; the name of the job gets the run's id, which a run has once it is made."""
     opinion: str | None = None
     """What the scheduler says of the worker's job, expected start included; None where it says no or nothing."""
+    notes: tuple[Finding, ...] = ()
+    not_checked: tuple[Finding, ...] = ()
+    memory: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    time: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The object that ``check --json`` prints."""
+        kinds = {"errors": self.errors, "warnings": self.warnings, "notes": self.notes, "not_checked": self.not_checked}
         return {
-            "errors": [asdict(finding) for finding in self.errors],
-            "warnings": [asdict(finding) for finding in self.warnings],
+            **{name: [asdict(finding) for finding in findings] for name, findings in kinds.items()},
             "sbatch": self.sbatch,
-            "memory": None,
-            "data": None,
+            "opinion": self.opinion,
+            "memory": self.memory,
+            "data": self.data,
+            "time": self.time,
         }
 
     def as_text(self) -> str:
         """The same for a person: the batch text first, the findings last, where they are seen."""
         lines = [self.sbatch.rstrip(), ""] if self.sbatch else []
         lines += [f"scheduler: {self.opinion}"] if self.opinion else []
+        lines += [line for name in ("train", "eval") if self.data for line in _set_lines(name, self.data[name])]
+        lines += [_memory_line(self.memory)] if self.memory else []
+        lines += [f"not checked: {_without_file(finding)}" for finding in self.not_checked]
+        lines += [f"note: {_without_file(finding)}" for finding in self.notes]
         lines += [f"warning: {finding}" for finding in self.warnings]
-        lines += [f"error: {finding}" for finding in self.errors] or ["the configuration is fine"]
-        return "\n".join(lines)
+        lines += [f"error: {finding}" for finding in self.errors]
+        fine = "nothing is wrong, and what is odd is above" if self.warnings else "the configuration is fine"
+        return "\n".join(lines if self.errors else [*lines, fine])
 
 
-def check(config: Config, file: str = "") -> CheckResult:
-    """Everything about the jobs of a loaded configuration; ``file`` is what its findings name. Submits nothing."""
+def _without_file(finding: Finding) -> str:
+    return str(Finding("", finding.key, finding.message, finding.mend, finding.evidence))
+
+
+def _memory_line(memory: dict[str, Any]) -> str:
+    parts = ("weights", "gradients", "optimizer", "average", "activations")
+    told = ", ".join(f"{name} {memory[name] / 2**30:.3g}" for name in parts if memory[name])
+    away = f"; {memory['main'] / 2**30:.3g} GiB in a node's main memory" if memory["main"] else ""
+    size = f"{memory['parameters']:.3g} parameters, {memory['trained']:.3g} of them trained"
+    return f"memory: {size}: {memory['device'] / 2**30:.3g} GiB a device ({told}){away}"
+
+
+def _set_lines(name: str, looked: dict[str, Any] | None) -> Iterable[str]:
+    if looked is None:
+        return
+    lengths, samples = looked["lengths"], looked["samples"]
+    told = f"{looked['documents']} documents, {looked['tokens']} tokens"
+    told += f", {samples} samples" if samples is not None else ""
+    if lengths:
+        told += f"; median {lengths['median']} tokens, 90 % have at most {lengths['p90']}, longest {lengths['longest']}"
+    gone = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in looked["left_out"].items())
+    yield f"data.{name}: {told}{f'; not used, or not whole: {gone}' if gone else ''}"
+
+
+def check(config: Config, file: str = "", writer: Writer | None = None, look: Look | None = None) -> CheckResult:
+    """Everything about a loaded configuration. Submits nothing and leaves nothing.
+
+    ``file`` is what its findings name, where ``writer`` does not say it of each key. ``look`` looks at model and data,
+    which takes a while; None: they are not looked at.
+    """
+    found = _Findings(file, writer)
     run_dir = RunDir(Path(config.run.dir) / config.run.name)
     try:
         worker = worker_request(config, run_dir, "hf-00000000", attempt=1)
@@ -63,7 +112,67 @@ def check(config: Config, file: str = "") -> CheckResult:
     opinion, refused = _ask(scheduler, worker, file, "cluster")
     if config.supervisor.place == "job" and not refused:
         refused = _ask(scheduler, own, file, "supervisor")[1]
-    return CheckResult(tuple(refused), (*_unused(config, scheduler, file), *_unheard(config, file)), text, opinion)
+    found.errors += refused
+    found.warnings += [*_unused(config, scheduler, file), *_unheard(config, file)]
+    report = look(config) if look is not None else CheckReport()
+    facts = known_facts(config, report, is_local=isinstance(scheduler, LocalScheduler))
+    found.take(report.found)
+    found.take(remarks(facts))
+    return CheckResult(
+        errors=tuple(found.errors),
+        warnings=tuple(found.warnings),
+        sbatch=text,
+        opinion=opinion,
+        notes=tuple(found.notes),
+        not_checked=tuple(found.not_checked),
+        memory=_memory(facts),
+        data=report.data.model_dump(mode="json") if look is not None else None,
+        time=_time(facts),
+    )
+
+
+def short_warnings(config: Config, file: str, writer: Writer, *, is_local: bool) -> list[Finding]:
+    """What the rules have against a configuration, without a look at model and data: at once, and never an error."""
+    found = _Findings(file, writer)
+    found.take(remarks(known_facts(config, CheckReport(), is_local=is_local)))
+    return found.warnings
+
+
+class _Findings:
+    """What was found, by how bad it is."""
+
+    def __init__(self, file: str, writer: Writer | None) -> None:
+        self._writer = writer or (lambda key: file)
+        self.errors: list[Finding] = []
+        self.warnings: list[Finding] = []
+        self.notes: list[Finding] = []
+        self.not_checked: list[Finding] = []
+
+    def take(self, found: Iterable[Found] | Iterable[Remark]) -> None:
+        """Sort in what the worker or a rule says, with the file that wrote the key."""
+        kinds = {"error": self.errors, "warning": self.warnings, "note": self.notes, "not checked": self.not_checked}
+        for one in found:
+            key = ".".join(one.place) if isinstance(one, Remark) else one.key
+            kinds[one.level].append(Finding(self._writer(key), key, one.message, one.mend, one.evidence))
+
+
+def _memory(facts: Facts) -> dict[str, Any] | None:
+    """Bytes on each device and in main memory."""
+    plan = facts.memory
+    if plan is None:
+        return None
+    size = {"parameters": facts.parameters, "trained": facts.trained, "checkpoint": facts.checkpoint_bytes}
+    return {**size, **asdict(plan), "device": plan.device}
+
+
+def _time(facts: Facts) -> dict[str, Any] | None:
+    """Steps, and how long they take; null where it is not known."""
+    step_s, steps = facts.step_s, facts.max_steps
+    if steps is None:
+        return None
+    hours = None if step_s is None else steps * step_s / 3600
+    gpu_hours = None if hours is None else hours * facts.config.cluster.gpus
+    return {"steps": steps, "step_s": step_s, "hours": hours, "gpu_hours": gpu_hours}
 
 
 def _ask(scheduler: Scheduler, job: JobRequest, file: str, key: str) -> tuple[str | None, list[Finding]]:

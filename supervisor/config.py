@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     A name alone that is not here is looked for among the shipped ones: ``demo.yaml`` works without a checkout.
     ConfigError, with everything that was found wrong, where there is no such configuration.
     """
-    shipped = shipped_configs() / path
-    path = shipped if path.name == str(path) and not path.exists() and shipped.is_file() else path
-    merged = _Merged(str(path))
-    for file, values in _layers(path, ()).values():
-        merged.add(values, str(file))
-    for override in overrides:
-        merged.override(*_parse_override(override))
+    merged = _merged(path, overrides)
     try:
         config = Config.model_validate(merged.values)
     except ValidationError as error:
@@ -45,6 +39,23 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if problems:
         raise merged.error(problems)
     return located(config)
+
+
+def writer_of_keys(path: Path, overrides: Sequence[str] = ()) -> Callable[[str], str]:
+    """Says who wrote a dotted key, or the section that it is in: a file or ``--set``; ``path`` where nobody did."""
+    merged = _merged(path, overrides)
+    return lambda key: merged.writer(tuple(key.split(".")))
+
+
+def _merged(path: Path, overrides: Sequence[str]) -> "_Merged":
+    shipped = shipped_configs() / path
+    path = shipped if path.name == str(path) and not path.exists() and shipped.is_file() else path
+    merged = _Merged(str(path))
+    for file, values in _layers(path, ()).values():
+        merged.add(values, str(file))
+    for override in overrides:
+        merged.override(*_parse_override(override))
+    return merged
 
 
 def load_spike(overrides: Sequence[str] = ()) -> SpikeConfig:
@@ -134,9 +145,12 @@ class _Merged:
         )
 
     def _origin(self, problem: Problem) -> str:
-        ways = (problem.place[:length] for length in range(len(problem.place), 0, -1))
-        written = (self.origins[way] for way in ways if way in self.origins)
-        return self.main if problem.is_missing else next(written, self.main)
+        return self.main if problem.is_missing else self.writer(problem.place)
+
+    def writer(self, place: Place) -> str:
+        """Who wrote the key at ``place``, or the nearest section that it is in; the main file where nobody did."""
+        ways = (place[:length] for length in range(len(place), 0, -1))
+        return next((self.origins[way] for way in ways if way in self.origins), self.main)
 
 
 def _layers(path: Path, trail: tuple[Path, ...]) -> dict[Path, tuple[Path, dict[str, Any]]]:

@@ -44,10 +44,13 @@ class Finding:
     key: str
     """Dotted; empty where it is the file as a whole."""
     message: str
+    """The reason."""
     mend: str
+    evidence: str = ""
 
     def __str__(self) -> str:
         where = ": ".join(part for part in (self.file, self.key, self.message) if part)
+        where = f"{where} ({self.evidence})" if self.evidence else where
         return _on_one_line(f"{where}; {self.mend}" if self.mend else where)
 
 

@@ -61,7 +61,7 @@ def build_data(
         made["eval"] = _tokens("eval", config, tokenizer, base, cache, alive)
     tokens = {key: one for key, (one, _) in made.items()}
     if config.data.eval_share:
-        tokens["train"], tokens["eval"] = _split(tokens["train"], config.data.eval_share, config.run.seed)
+        tokens["train"], tokens["eval"] = split_tokens(tokens["train"], config.data.eval_share, config.run.seed)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     samples = {key: samples_of(key, one, config.data, padding) for key, one in tokens.items()}
     reports = {key: _report(tokens[key], samples[key], made.get(key, (None, Notes()))[1]) for key in samples}
@@ -124,7 +124,7 @@ def _tokens(
     return cached(cache, key_of(read(), tokenizer, settings), make)
 
 
-def _split(tokens: Tokens, share: float, seed: int) -> tuple[Tokens, Tokens]:
+def split_tokens(tokens: Tokens, share: float, seed: int) -> tuple[Tokens, Tokens]:
     """The tokens without, and those of, a share of the documents that the seed draws; one of each kind at least."""
     count = len(tokens.starts)
     if count < 2:

@@ -25,7 +25,7 @@ from worker.contract.config import Config
 from worker.contract.recipe_config import ModelConfig
 from worker.lora import LoraError, with_adapters
 
-_LIBRARY_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError)
+LIBRARY_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError)
 _FILE_ERRORS = (StrictDataclassError, SafetensorError)
 
 
@@ -101,7 +101,7 @@ def _refuse_half_weights(config: Config) -> None:
 
 def _load(wanted: ModelConfig, base: Path) -> PreTrainedModel:
     path = str(wanted.path)
-    with _one_line(f"model.path: {path}", hint=_where(path, base)):
+    with one_line(f"model.path: {path}", hint=_where(path, base)):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             _local_or_hub(path, base),
             revision=wanted.revision or "main",
@@ -119,7 +119,7 @@ def _load(wanted: ModelConfig, base: Path) -> PreTrainedModel:
 
 def _create(wanted: ModelConfig) -> PreTrainedModel:
     config = describe(wanted.config or {})
-    with _one_line("model.config"):
+    with one_line("model.config"):
         return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return, no-untyped-call]
             config, dtype=getattr(torch, wanted.dtype), attn_implementation=wanted.attention
         )
@@ -135,7 +135,7 @@ def describe(fields: dict[str, Any]) -> PreTrainedConfig:
     if not isinstance(kind, str):
         raise ModelError("model.config: needs model_type, such as llama")
     given = {name: value for name, value in fields.items() if name != "model_type"}
-    with _one_line("model.config"):
+    with one_line("model.config"):
         default = AutoConfig.for_model(kind)
         special = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
         config = AutoConfig.for_model(kind, **{**special, **given})
@@ -154,7 +154,7 @@ def build_tokenizer(config: Config, base: Path = Path()) -> PreTrainedTokenizerB
         raise ModelError("data.tokenizer: a model built from model.config has none of its own; name one, or bytes")
     key = "data.tokenizer" if config.data.tokenizer else "model.path"
     revision = None if config.data.tokenizer else config.model.revision
-    with _one_line(f"{key}: the tokenizer of {wanted}", hint=_where(wanted, base)):
+    with one_line(f"{key}: the tokenizer of {wanted}", hint=_where(wanted, base)):
         found = AutoTokenizer.from_pretrained(_local_or_hub(wanted, base), revision=revision or "main")
     if len(found) == 0:
         raise ModelError(f"{key}: the tokenizer of {wanted} is empty")
@@ -192,11 +192,11 @@ def _where(name: str, base: Path) -> str:
 
 
 @contextmanager
-def _one_line(what: str, hint: str = "") -> Iterator[None]:
+def one_line(what: str, hint: str = "") -> Iterator[None]:
     """Turn what a library raises into a ModelError of one line."""
     try:
         yield
-    except (*_LIBRARY_ERRORS, *_FILE_ERRORS) as error:
+    except (*LIBRARY_ERRORS, *_FILE_ERRORS) as error:
         said = str(error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error)
         said = " ".join(said.split())
         said = said.split(" Should contain one of ")[0].split(" Model type should be one of ")[0]

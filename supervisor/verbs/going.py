@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, choose
-from supervisor.config import load_config
+from supervisor.check import short_warnings
+from supervisor.config import load_config, writer_of_keys
 from supervisor.fleet import fleet_supervisor
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
@@ -16,7 +17,7 @@ from supervisor.report.figures import printable
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run, open_or_create
 from supervisor.supervise import own_job_name, read_state, reopen, supervise, supervise_once
-from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED
+from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain
 from supervisor.views import show_milestones
 from worker.contract.config import Config
 from worker.contract.files import publish_message
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             raise RunError("--set changes one CONFIG; the runs under --all keep the configuration that they have")
         return run_all(args.all, once=args.once)
     config = load_config(args.config, args.set)
-    _ask_before_creating(args.config, config, with_supervisor=False)
+    _ask_before_creating(args, config, with_supervisor=False)
     run_dir = open_or_create(config)
     try:
         state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
@@ -51,7 +52,7 @@ def submit(args: argparse.Namespace) -> int:
     if config.supervisor.place != "job" and fleet is None:
         mend = "start it with `higgsfield run`, or set supervisor.place to job"
         raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
-    _ask_before_creating(args.config, config, with_supervisor=fleet is None)
+    _ask_before_creating(args, config, with_supervisor=fleet is None)
     run_dir = open_or_create(config, may_change=True)
     if read_state(run_dir).state == "finished":
         print(f"{config.run.name} is finished already: {run_dir.path}")
@@ -129,8 +130,11 @@ def _say_that_it_goes_on(run_dir: RunDir) -> int:
     return INTERRUPTED
 
 
-def _ask_before_creating(file: Path, config: Config, *, with_supervisor: bool) -> None:
-    """Ask the scheduler's opinion of a new run's jobs, so that no folder is made for jobs that it would refuse."""
+def _ask_before_creating(args: argparse.Namespace, config: Config, *, with_supervisor: bool) -> None:
+    """Ask the scheduler's opinion of a new run's jobs, so that no folder is made for jobs that it would refuse.
+
+    And say what is odd about its recipe, as far as that is known at once.
+    """
     run_dir = RunDir(Path(config.run.dir) / config.run.name)
     if run_dir.path.exists():
         return
@@ -142,3 +146,6 @@ def _ask_before_creating(file: Path, config: Config, *, with_supervisor: bool) -
     scheduler.test_only(worker)
     if with_supervisor:
         scheduler.test_only(supervisor_request(config, run_dir, "hs-00000000"))
+    writer, is_local = writer_of_keys(args.config, args.set), isinstance(scheduler, LocalScheduler)
+    for finding in short_warnings(config, str(args.config), writer, is_local=is_local):
+        complain(f"warning: {finding}")

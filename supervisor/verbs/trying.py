@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from slurm.scheduler import choose
-from supervisor.config import ConfigError, load_config, load_spike
+from supervisor.config import ConfigError, load_config, load_spike, writer_of_keys
 from supervisor.page_file import page_place, publish_page
 from supervisor.report.figures import printable
 from supervisor.runs import RunError, find_run
@@ -23,28 +23,20 @@ from worker.contract.inference import Piece, Question
 
 def check(args: argparse.Namespace) -> int:
     """What can be known before anything is spent."""
+    from supervisor.check import CheckResult
     from supervisor.check import check as examine
+    from supervisor.known_facts import look_closer
 
     try:
-        result = examine(load_config(args.config, args.set))
+        config = load_config(args.config, args.set)
+        result = examine(config, str(args.config), writer_of_keys(args.config, args.set), look_closer)
     except ConfigError as error:
         if not args.json:
             raise
-        print(
-            json.dumps(
-                {
-                    "errors": [vars(each) for each in error.findings],
-                    "warnings": [],
-                    "sbatch": "",
-                    "memory": None,
-                    "data": None,
-                },
-                indent=2,
-            )
-        )
-        return WRONG_INPUT
+        result = CheckResult(error.findings, (), "")
     print(json.dumps(result.as_json(), indent=2) if args.json else result.as_text())
-    return WRONG_INPUT if result.errors else OK
+    is_refused = result.errors or (args.strict and result.warnings)
+    return WRONG_INPUT if is_refused else OK
 
 
 def detect(args: argparse.Namespace) -> int:

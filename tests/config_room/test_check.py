@@ -7,8 +7,11 @@ import pytest
 
 from slurm.local_cluster.cluster import Cluster
 from slurm.scheduler import SlurmScheduler
+from supervisor import cli, known_facts
 from supervisor.check import CheckResult, check
-from supervisor.config import load_config
+from supervisor.config import load_config, writer_of_keys
+from supervisor.runs import RunError
+from worker.contract.check_report import CheckReport, Found
 
 
 def checked(*overrides: str) -> CheckResult:
@@ -27,10 +30,61 @@ def test_a_good_configuration_shows_its_batch_text_and_leaves_nothing(folder: Pa
 
 def test_the_json_has_the_contract_s_fields(folder: Path) -> None:
     printed = json.loads(json.dumps(checked("cluster.partition=gpu").as_json()))
-    assert printed.keys() == {"errors", "warnings", "sbatch", "memory", "data"}
+    kinds = {"errors", "warnings", "notes", "not_checked"}
+    assert printed.keys() == kinds | {"sbatch", "opinion", "memory", "data", "time"}
     (warning,) = printed["warnings"]
-    assert warning.keys() == {"file", "key", "message", "mend"}
+    assert warning.keys() == {"file", "key", "message", "mend", "evidence"}
     assert (warning["file"], warning["key"]) == ("small.yaml", "cluster.partition")
+
+
+WARMUP = ["--set", "training.max_steps=500", "--set", "training.schedule.warmup=0"]
+
+
+def test_strict_makes_warnings_errors(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(known_facts, "look_closer", lambda config: CheckReport())
+    assert (
+        cli.main(["check", "small.yaml", "--strict", *WARMUP, "--set", "checkpoint.every_steps=50"]) == cli.WRONG_INPUT
+    )
+    printed = capsys.readouterr().out
+    assert "warning: --set: training.schedule.warmup: without a warmup" in printed
+    assert "; set it to 0.02" in printed
+    assert cli.main(["check", "small.yaml", *WARMUP]) == cli.OK
+    assert cli.main(["check", "small.yaml", "--strict"]) == cli.OK
+
+
+def test_run_says_what_is_odd_in_short_and_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begin(config: object) -> None:
+        raise RunError("that is enough")
+
+    monkeypatch.setattr("supervisor.verbs.going.open_or_create", begin)
+    assert cli.main(["run", "small.yaml", *WARMUP]) == cli.WRONG_INPUT
+    *lines, end = capsys.readouterr().err.splitlines()
+    assert end == "that is enough"
+    assert [line.split(": ")[:3] for line in lines] == [
+        ["warning", "--set", "training.schedule.warmup"],
+        ["warning", "small.yaml", "checkpoint.every_steps"],
+    ]
+
+
+def test_what_the_look_finds_is_told_with_the_file_that_wrote_it(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("extends: small.yaml\nrun: {name: mine}\n")
+    path, said = (
+        Path("mine.yaml"),
+        Found(level="error", key="data.train", message="gone", evidence="here", mend="mend it"),
+    )
+    result = check(load_config(path), "mine.yaml", writer_of_keys(path), lambda config: CheckReport(found=(said,)))
+    assert [str(found) for found in result.errors] == ["small.yaml: data.train: gone (here); mend it"]
+
+
+def test_a_look_that_ends_otherwise_is_not_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_facts.sys, "executable", "/bin/false")
+    result = check(load_config(Path("small.yaml")), look=known_facts.look_closer)
+    assert result.errors == ()
+    assert "exit code 1" in result.not_checked[0].message
 
 
 def test_a_run_folder_that_slurm_cannot_carry_is_an_error(folder: Path) -> None:

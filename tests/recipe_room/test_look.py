@@ -1,0 +1,231 @@
+"""The look at model and data before a run: what a started worker would refuse, and what nobody would see, is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from supervisor.memory import plan_memory
+from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
+from worker import check_data
+from worker.activations import saved_by, shapes_only
+from worker.check import look
+from worker.contract.check_report import CheckReport, Found
+from worker.contract.config import Config
+from worker.contract.recipe_config import EmaConfig
+from worker.ema import Ema
+from worker.models import build_model, describe
+from worker.optimizers import build_optimizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data file, and the folder of a model of 260 tokens with its tokenizer and without weights."""
+    rows = [{"text": f"text number {number} of some length"} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "model").mkdir()
+    model = {**LLAMA, "vocab_size": 260, "max_position_embeddings": 64, "num_key_value_heads": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def wanted(folder: Path, **data: Any) -> Config:
+    given = {"train": str(folder / "rows.jsonl"), "tokenizer": None, "max_tokens": 32, **data}
+    return configured(model={"path": str(folder / "model")}, data=given, training={"max_steps": 10})
+
+
+def found(report: CheckReport, level: str) -> list[Found]:
+    return [one for one in report.found if one.level == level]
+
+
+def test_sound_data_and_a_model_without_weights(folder: Path) -> None:
+    report = look(wanted(folder), folder)
+    assert found(report, "error") == found(report, "warning") == []
+    assert [one.message for one in found(report, "not checked")] == [f"no weights are in {folder / 'model'}"]
+    assert report.data.train is not None
+    assert (report.data.train.documents, report.data.train.duplicates, report.data.train.is_whole) == (20, 0, True)
+    assert report.model is not None
+    assert report.model.parameters == sum(
+        one.numel() for one in build_model(configured(model={"config": {**LLAMA, "vocab_size": 260}})).parameters()
+    )
+
+
+def test_the_look_leaves_nothing(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    look(wanted(folder), folder)
+    assert sorted(folder.rglob("*")) == before
+
+
+def _rows(folder: Path, *rows: Any, name: str = "rows.jsonl") -> None:
+    (folder / name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def _config(folder: Path, **fields: Any) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _without_template(folder: Path) -> None:
+    (folder / "model" / "chat_template.jinja").unlink()
+    _rows(folder, *[{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}] * 3)
+
+
+def _index(folder: Path) -> None:
+    shards = {"weight_map": {"a": "model-00001.safetensors"}}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(shards))
+
+
+TEXTS = [{"text": f"some text {number} to train on, and a little more of it"} for number in range(30)]
+WRONG = {
+    "missing column": (lambda f: _rows(f, *[{"body": "a text"}] * 3), {}, "data.train", "has no 'text'", "data.text"),
+    "a key twice": (lambda f: _rows(f, *TEXTS, '{"text": "a", "text": "b"}'), {}, "data.train", "twice", "keep one"),
+    "no chat template": (_without_template, {}, "data.train", "no chat template", "data.tokenizer"),
+    "no data": (lambda f: _rows(f, {"text": "  "}), {}, "data.train", "no document of two tokens", "give it text"),
+    "less than a block": (
+        lambda f: _rows(f, {"text": "few words"}), {}, "data.train", "do not fill one block", "data.max_tokens",
+    ),
+    "tokenizer too large": (lambda f: _config(f, vocab_size=9), {}, "model.path", "knows 9 tokens", "own tokenizer"),
+    "width and heads": (lambda f: _config(f, hidden_size=30), {}, "model.path", "not a multiple", "config.json"),
+    "heads and their groups": (lambda f: _config(f, num_key_value_heads=3), {}, "model.path", "shapes", "num_key"),
+    "a missing shard": (_index, {}, "model.path", "files of weights are missing", "load the model again"),
+    "no config": (
+        lambda f: (f / "model" / "config.json").unlink(), {"tokenizer": "bytes"}, "model.path", "config.json", "correct"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_a_worker_would_refuse_is_an_error_with_its_mend(folder: Path, kind: str) -> None:
+    spoil, data, key, message, mend = WRONG[kind]
+    spoil(folder)
+    (error,) = found(look(wanted(folder, **data), folder), "error")
+    assert error.key == key
+    assert message in error.message
+    assert mend in error.mend
+
+
+ODD = {
+    "duplicates": (lambda f: _rows(f, *TEXTS, *TEXTS[:5]), {}, "data.train", "5 of 35 repeat", "remove the copies"),
+    "evaluated on what is trained on": (
+        lambda f: _rows(f, *TEXTS[:2], {"text": "unseen before"}, name="eval.jsonl"), {"eval": "eval.jsonl"},
+        "data.eval", "2 of 3 are in data.train", "remove them",
+    ),
+    "rows left out": (lambda f: _rows(f, *TEXTS, *[{"text": "---"}] * 4), {}, "data.train", "4 special ch", "look"),
+    "cut": (lambda f: None, {"pack": False, "max_tokens": 8}, "data.max_tokens", "20 of 20", "data.pack: true"),
+    "longer than the model": (lambda f: None, {"max_tokens": 128}, "data.max_tokens", "is 64", "64 or less"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_nobody_would_see_is_a_warning_with_reason_evidence_and_mend(folder: Path, kind: str) -> None:
+    spoil, data, key, evidence, mend = ODD[kind]
+    spoil(folder)
+    if "eval" in data:
+        _rows(folder, *TEXTS)
+    report = look(wanted(folder, **data), folder)
+    assert found(report, "error") == []
+    (warning,) = [one for one in found(report, "warning") if one.key == key]
+    assert warning.message
+    assert evidence in warning.evidence
+    assert mend in warning.mend
+
+
+def test_reading_stops_in_time_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1_000))
+    monkeypatch.setattr(check_data.time, "monotonic", lambda: float(next(ticks)))
+    config = wanted(folder, tokenizer="bytes")
+    looked = check_data.look_at_data(config, build_bytes(), folder, read_for_s=10.0)
+    assert looked.look.train is not None
+    assert (looked.look.train.documents, looked.look.train.is_whole, looked.look.train.samples) == (10, False, None)
+    assert [one.level for one in looked.found] == ["not checked"]
+
+
+def build_bytes() -> Any:
+    from worker.models import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.mark.parametrize("model", ["org/never-here", "gone"])
+def test_a_model_of_the_hub_is_not_checked_and_nobody_is_asked(folder: Path, model: str) -> None:
+    config = wanted(folder, tokenizer="bytes")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    report = look(config, folder)
+    assert {one.level for one in report.found} == {"not checked"}
+    assert report.model is None
+
+
+# -- memory, against what is really there ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4, "targets": ["q_proj", "v_proj"]}])
+@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 2), ("sgd", 1)])
+def test_the_plan_is_what_a_training_step_really_holds(
+    tmp_path: Path, lora: dict[str, Any] | None, optimizer: str, moments: int
+) -> None:
+    build_model(configured()).save_pretrained(tmp_path / "base")
+    config = configured(
+        model={"path": str(tmp_path / "base"), "lora": lora},
+        training={"max_steps": 3, "precision": "fp32", "optimizer": {"name": optimizer, "learning_rate": 1e-3}},
+    )
+    model = build_model(config)
+    average = Ema(model, EmaConfig())
+    stepper = build_optimizer(model, config.training)
+    model(input_ids=torch.arange(8).reshape(1, 8), labels=torch.arange(8).reshape(1, 8)).loss.backward()
+    stepper.step()
+    weights = list(model.parameters())
+    trained = [one for one in weights if one.requires_grad]
+    plan = plan_memory(config, sum(one.numel() for one in weights), sum(one.numel() for one in trained))
+    moments_held = [value for state in stepper.state.values() for value in state.values() if value.numel() > 1]
+    assert plan.weights == _bytes(weights)
+    assert plan.gradients == _bytes([one.grad for one in trained if one.grad is not None])
+    assert plan.optimizer == _bytes(moments_held) == moments * _bytes(trained)
+    assert plan.average == _bytes(list(average._average.values()))
+    assert plan.device == plan.weights + plan.gradients + plan.optimizer + plan.average
+
+
+def _bytes(tensors: list[Any]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_activations_are_those_of_a_real_forward_pass(kind: str, half: torch.dtype | None) -> None:
+    sizes = (
+        {"n_embd": 32, "n_layer": 3, "n_head": 4}
+        if kind == "gpt2"
+        else {"num_hidden_layers": 3, "num_key_value_heads": 4}
+    )
+    described = describe({**LLAMA, **sizes, "model_type": kind}) if kind != "gpt2" else describe(
+        {"model_type": kind, "vocab_size": 256, **sizes}
+    )  # fmt: skip
+    ids = torch.zeros((2, 48), dtype=torch.long)
+    real = saved_by(AutoModelForCausalLM.from_config(described), {"input_ids": ids, "labels": ids}, half)
+    with shapes_only():
+        ids = torch.zeros((2, 48), dtype=torch.long)
+        told = saved_by(AutoModelForCausalLM.from_config(described), {"input_ids": ids, "labels": ids}, half)
+    assert len(told.layers) == len(real.layers) == 3
+    for every_n in (None, 1, 2):
+        assert told.total(every_n) == pytest.approx(real.total(every_n), rel=0.1)
+    assert told.total(1) < told.total(2) < told.total(None)
+
+
+def test_adapters_are_counted_as_peft_makes_them(folder: Path) -> None:
+    build_model(configured(model={"config": {**LLAMA, "vocab_size": 260}})).save_pretrained(folder / "base")
+    chat_tokenizer().save_pretrained(folder / "base")
+    config = configured(
+        model={"path": str(folder / "base"), "lora": {"r": 4}, "dtype": "bfloat16"},
+        data={"train": str(folder / "rows.jsonl"), "tokenizer": None, "max_tokens": 32},
+    )
+    report = look(config, folder)
+    assert report.found == ()
+    assert report.model is not None
+    model = build_model(config)
+    assert report.model.parameters == sum(one.numel() for one in model.parameters())
+    assert report.model.trained == sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert report.model.activations is not None
+    assert torch.nn.Linear(1, 1).to(torch.float64).weight.dtype == torch.float64
