@@ -31,8 +31,9 @@ slurm:
 views:
 	@sh tests/install_views.sh
 
+# Two processes share the tests; those of the one Slurm cluster stay in one of them.
 test: .venv/ready slurm views
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
 exact: .venv/ready
 	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest \
