@@ -7,7 +7,11 @@ import os
 import shutil
 import signal
 import sys
-from typing import TypedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypedDict
+
+TASKS_OVER: Final = "tasks-over"
 
 
 class Start(TypedDict):
@@ -36,6 +40,18 @@ def run(entry: str, args: tuple[str, ...], name: str, one_process: bool) -> None
         sys.exit(code)
 
 
+def tasks_over(jobs: Path, job_id: str, restart: int) -> Path:
+    """The file that a job's batch step makes when the tasks of this start are over and `JobRequest.beside` goes on."""
+    return jobs / f"{TASKS_OVER}-{job_id}-{restart}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """`python -m slurm.entry ENTRY NAME ARGUMENT...`: what a job runs in its batch step, beside its tasks."""
+    entry, name, *args = argv
+    os.environ["SUBMITIT_EXECUTOR"] = "slurm"
+    run(entry, tuple(args), name, one_process=True)
+
+
 def read_start(name: str, one_process: bool) -> Start:
     """Where this process stands in its job. A job without srun is one process, whatever Slurm counts as its tasks."""
     from submitit import JobEnvironment
@@ -61,3 +77,7 @@ def restore_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

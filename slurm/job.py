@@ -240,6 +240,8 @@ class JobRequest:
     """Nodes to avoid, beside `resources.exclude`."""
     use_srun: bool = True
     """False starts one process in the batch step, which may itself submit jobs."""
+    beside: tuple[str, ...] = ()
+    """One more entry point and its arguments, for a process in the batch step, beside the tasks and after them."""
     comment: str | None = None
     requeue: bool = True
     signal: str = "USR2@120"
@@ -248,11 +250,12 @@ class JobRequest:
     def __post_init__(self) -> None:
         if not _JOB_NAME.fullmatch(self.name):
             raise RequestError(f"job name {self.name!r}: only letters, digits, '_', '.' and '-' can be found again")
-        if not _ENTRY.fullmatch(self.entry):
-            raise RequestError(f"entry {self.entry!r} is not package.module:function")
+        for entry in (self.entry, *self.beside[:1]):
+            if not _ENTRY.fullmatch(entry):
+                raise RequestError(f"entry {entry!r} is not package.module:function")
         if not _SIGNAL.fullmatch(self.signal):
             raise RequestError(f"signal {self.signal!r} is not like USR2@120")
-        for value in (self.comment, *self.exclude_nodes):
+        for value in (self.comment, *self.exclude_nodes, *self.beside):
             _refuse_control(value)
         _check_folder(self.folder)
 
@@ -266,7 +269,7 @@ class JobRequest:
             "comment": self.comment,
             "dependency": "singleton",
             "job-name": self.name,
-            "no-kill": True,
+            "no-kill": not self.beside or None,  # what is beside the tasks may be on the node that is lost
             "requeue" if self.requeue else "no-requeue": True,
             "open-mode": "append",
             "signal": self.signal,

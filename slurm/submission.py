@@ -67,7 +67,7 @@ class BatchExecutor(submitit.SlurmExecutor):
             nodes=job.resources.nodes,
             ntasks_per_node=job.resources.tasks_per_node,
             # `sbatch --export=NONE` would have srun start its tasks without everything exported here.
-            setup=["export SLURM_EXPORT_ENV=ALL", *preamble(job), _own_pickle(job)],
+            setup=["export SLURM_EXPORT_ENV=ALL", *preamble(job), _own_pickle(job), *_beside(job)],
             additional_parameters={key: value for key, value in job.flags().items() if key not in _SUBMITITS},
             srun_args=list(srun),
             use_srun=job.use_srun,
@@ -107,6 +107,23 @@ def _own_pickle(job: JobRequest) -> str:
     ours = shlex.quote(str(_pickle_by_name(job)))
     its = shlex.quote(f"{job.folder}/") + '"${SLURM_JOB_ID}_submitted.pkl"'
     return f"[ -e {its} ] || cp {ours} {its}"
+
+
+def _beside(job: JobRequest) -> list[str]:
+    """Shell lines that start `job.beside`, outside of the container, and have the job wait for it after its tasks.
+
+    Where it dies it is started again; three times at most once the tasks are over, which the file `tasks_over` says.
+    """
+    if not job.beside:
+        return []
+    python = sys.executable if job.resources.container else job.resources.python or sys.executable
+    program = shlex.join([python, "-m", "slurm.entry", job.beside[0], job.name, *job.beside[1:]])
+    return [
+        f'tasks_over={shlex.quote(str(job.folder / entry.TASKS_OVER))}"-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
+        f'(left=3; until {program}; do sleep 10; [ ! -e "$tasks_over" ] || [ $((left -= 1)) -gt 0 ] || break; done) &',
+        """trap 'touch "$tasks_over"; wait' EXIT""",
+        "trap : TERM",
+    ]
 
 
 def sbatch_text(job: JobRequest) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from slurm.job import JobRequest, JobState, RequestError
+from slurm.job import JobRequest, JobState, JobStatus, RequestError
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.decision import (
     AskToStop,
@@ -53,7 +53,7 @@ from supervisor.journal import (
     SupervisorStarted,
     WouldHaveDone,
 )
-from supervisor.lease import Lease
+from supervisor.lease import Lease, OwnJob
 from supervisor.report.history_csv import write_history_csv
 from supervisor.run_state import RunState, apply
 from worker.contract.config import Config
@@ -77,6 +77,8 @@ class SupervisedRun:
     clock: Callable[[], float]
     tell: Callable[[Event], None]
     state: RunState
+    has_next_job: bool = False
+    """Whether this process has queued the job after the one that it shares with the worker."""
     introduction: SupervisorStarted | None = None
     """Written ahead of the first other event, so that a pass in which nothing happens leaves no line."""
     looked_in_vain_at: float | None = None
@@ -89,6 +91,11 @@ class SupervisedRun:
         self.journal = Journal(self.run_dir.journal, self.clock, self.lease.check)
         intent = self.state.open_intent
         self.inherited = intent if isinstance(intent, SubmitIntended) else None
+
+    @property
+    def own(self) -> OwnJob:
+        """The job that this process runs in, if any."""
+        return self.lease.own
 
     def introduce(self) -> None:
         """Write down who supervises, once."""
@@ -150,7 +157,7 @@ def finish_open_intent(run: SupervisedRun) -> None:
         case SubmitIntended():
             _submit(run)
         case CancelIntended():
-            run.scheduler.cancel(intent.job_id)
+            _end_job(run, intent.job_id)
             run.record(Cancelled(job_id=intent.job_id, reason=f"job {intent.job_id}"))
         case None:
             return
@@ -240,9 +247,9 @@ def _submit(run: SupervisedRun) -> None:
     if asked_at is not None and _looked_just_now(run):
         return
     ended = run.state.ended_or_cancelled | run.state.cancelled_by_us
-    known = [job for job in run.scheduler.find(name) if job.job_id not in ended and not job.state.is_over]
+    known = [job for job in run.scheduler.find(name) if _may_adopt(run, job, ended)]
     if known:
-        run.record(Submitted(name=name, job_id=known[0].job_id, adopted=True, reason="found by its name"))
+        _adopt(run, known[0])
         return
     if asked_at is not None and not _is_surely_absent(run, asked_at):
         return
@@ -251,13 +258,40 @@ def _submit(run: SupervisedRun) -> None:
         job_id = run.scheduler.submit(request)
     except (SchedulerError, RequestError) as error:
         answered = not isinstance(error, SchedulerError) or error.answered
+        if answered and run.own.tasks_over is not None:
+            _put_back(run, error)
+            return
         run.record(
             SubmitFailed(name=name, error=str(error), answered=answered, reason=f"the submission failed: {error}")
         )
         return
+    run.has_next_job = True
     left_out = f", without {', '.join(without)}" if without else ""
     reason = f"job {job_id} is submitted for attempt {run.state.attempt}{left_out}"
     run.record(Submitted(name=name, job_id=job_id, reason=reason))
+
+
+def _may_adopt(run: SupervisedRun, job: JobStatus, ended: Collection[str]) -> bool:
+    """Whether a live job of the run's name is the one that its attempt is to have."""
+    if run.own.is_workers(job.job_id):
+        return not run.own.has_lost_its_worker(job.job_id)
+    return job.job_id not in ended and not job.state.is_over
+
+
+def _adopt(run: SupervisedRun, job: JobStatus) -> None:
+    is_own = run.own.is_workers(job.job_id)
+    restarts, reason = (run.own.restart, "it is the job that this runs in") if is_own else (0, "found by its name")
+    run.has_next_job = not is_own
+    run.record(Submitted(name=run.state.job_name, job_id=job.job_id, adopted=True, restarts=restarts, reason=reason))
+
+
+def _put_back(run: SupervisedRun, refusal: Exception) -> None:
+    """Give the attempt the job that this runs in once more, where no second one is allowed beside it."""
+    own = run.own
+    run.scheduler.requeue(own.job_id)
+    run.has_next_job = True
+    reason = f"job {own.job_id} is put back into the queue, for a second one is not allowed ({refusal})"
+    run.record(Submitted(name=run.state.job_name, job_id=own.job_id, restarts=own.restart + 1, reason=reason))
 
 
 def _asked_without_answer(run: SupervisedRun) -> float | None:
@@ -298,8 +332,13 @@ def _exclude(run: SupervisedRun, decision: Exclude) -> None:
 
 def _cancel(run: SupervisedRun, job_id: str, reason: str) -> None:
     run.record(CancelIntended(job_id=job_id, reason=reason))
-    run.scheduler.cancel(job_id)
+    _end_job(run, job_id)
     run.record(Cancelled(job_id=job_id, reason=f"job {job_id}: {reason}"))
+
+
+def _end_job(run: SupervisedRun, job_id: str) -> None:
+    """Cancel the job; of the one that this supervisor shares with the worker the tasks alone, which are its step 0."""
+    run.scheduler.cancel(f"{job_id}.0" if run.own.is_workers(job_id) else job_id)
 
 
 def _start_now(run: SupervisedRun, decision: StartNow) -> None:

@@ -13,10 +13,11 @@ from slurm.scheduler import SchedulerError
 from supervisor.arguments import parser_of
 from supervisor.config import ConfigError
 from supervisor.lease import HeldError, LostError
-from supervisor.place import supervise_in_job
+from supervisor.place import supervise_beside_worker, supervise_in_job
 from supervisor.report.log_text import SinceError
+from supervisor.run_state import RunState
 from supervisor.runs import RunError
-from supervisor.verbs.exits import HELD, INTERRUPTED, OK, WRONG_INPUT, complain, exit_code_of
+from supervisor.verbs.exits import HELD, INTERRUPTED, OK, UNFORESEEN, WRONG_INPUT, complain, exit_code_of
 from supervisor.verbs.going import resume, run, stop, submit
 from supervisor.verbs.levers import pin, rollback
 from supervisor.verbs.looking import doctor, log, report, status, watch
@@ -30,11 +31,20 @@ _A_PERSONS_NAME: Final = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 
 def job_main(run_dir: str, start: dict[str, Any]) -> int:
     """The supervisor inside its own job: what it prints is logs/supervisor.log."""
-    folder = RunDir(Path(run_dir))
+    return _supervise_in_job(RunDir(Path(run_dir)), lambda folder: supervise_in_job(folder, start))
+
+
+def beside_main(run_dir: str, start: dict[str, Any]) -> int:
+    """The supervisor inside the worker's job; 0 = it need not be started again there."""
+    code = _supervise_in_job(RunDir(Path(run_dir)), lambda folder: supervise_beside_worker(folder, start))
+    return code if code in (HELD, UNFORESEEN) else OK
+
+
+def _supervise_in_job(folder: RunDir, act: Callable[[RunDir], RunState | None]) -> int:
     with open(folder.supervisor_log, "a", buffering=1, encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    return _guarded(lambda: exit_code_of(supervise_in_job(folder, start)))
+    return _guarded(lambda: exit_code_of(act(folder)))
 
 
 VERBS: Final = (run, submit, check, detect, status, watch, log, report, stop, resume, rollback, pin, infer, doctor)

@@ -48,6 +48,7 @@ def inference_request(config: Config, run_dir: RunDir, run_id: str, question: Qu
         entry="worker.infer:job_main",
         args=(str(run_dir.path), encode(question.model_dump()), str(run_dir.jobs / f"{name}.jsonl")),
         resources=replace(worker.resources, nodes=1, tasks_per_node=1),
+        beside=(),
         comment=None,
         requeue=False,
     )

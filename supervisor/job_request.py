@@ -32,6 +32,7 @@ def worker_request(
         folder=run_dir.jobs,
         resources=_worker_resources(config.cluster),
         exclude_nodes=tuple(sorted(exclude)),
+        beside=("supervisor.cli:beside_main", str(run_dir.path)) if config.supervisor.place == "embedded" else (),
         comment=f"a{attempt:04d}",
         signal=f"USR2@{warning or warning_s(config.cluster.time_limit)}",
     )

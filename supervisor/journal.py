@@ -116,6 +116,8 @@ class Submitted(EventBase):
     name: str
     job_id: str
     adopted: bool = False
+    restarts: int = 0
+    """Slurm's restart count that it counts from: above 0 where the same job was put back into the queue instead."""
 
 
 class SubmitFailed(EventBase):

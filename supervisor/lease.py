@@ -11,7 +11,8 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import filelock
@@ -45,6 +46,20 @@ class OwnJob:
 
     job_id: str
     restart: int = 0
+    tasks_over: Path | None = None
+    """Made when the worker's tasks in it are over; None where the job is the supervisor's alone."""
+
+    def is_workers(self, job_id: str | None) -> bool:
+        """Whether that job is this one, and the supervisor lives in it beside the worker."""
+        return self.tasks_over is not None and job_id == self.job_id
+
+    def has_lost_its_worker(self, job_id: str | None) -> bool:
+        """Whether that job is this one, and goes on for the supervisor's sake alone."""
+        return self.tasks_over is not None and job_id == self.job_id and self.tasks_over.exists()
+
+
+NO_JOB: Final = OwnJob("")
+"""Of a supervisor that runs in none."""
 
 
 class HeldError(Exception):
@@ -62,6 +77,8 @@ class Lease:
     run_dir: RunDir
     file: LeaseFile
     beaten_at: float
+    own: OwnJob = field(default_factory=lambda: NO_JOB)
+    """The job that the holder runs in."""
 
     @property
     def term(self) -> int:
@@ -101,7 +118,7 @@ def take_lease(
     job_is_over: Callable[[str], bool] = lambda job_id: False,
     sleep: Callable[[float], None] = time.sleep,
     patience_s: float = DEAD_AFTER_S,
-    own: OwnJob | None = None,
+    own: OwnJob = NO_JOB,
 ) -> Lease:
     """The run's lease, taken over from a holder that is dead; HeldError where one lives.
 
@@ -119,24 +136,24 @@ def take_lease(
         return _write(run_dir, (last.term if last else 0) + 1, own)
 
 
-def _is_superseded(holder: LeaseFile, own: OwnJob | None) -> bool:
-    return own is not None and holder.job_id == own.job_id and holder.restart < own.restart
+def _is_superseded(holder: LeaseFile, own: OwnJob) -> bool:
+    return holder.job_id == own.job_id and holder.restart < own.restart
 
 
-def _write(run_dir: RunDir, term: int, own: OwnJob | None) -> Lease:
+def _write(run_dir: RunDir, term: int, own: OwnJob) -> Lease:
     host, pid = socket.gethostname(), os.getpid()
     file = LeaseFile(
         holder=f"{host}:{pid}:{secrets.token_hex(4)}",
         host=host,
         pid=pid,
         started_ticks=start_ticks(pid),
-        job_id=own.job_id if own else None,
-        restart=own.restart if own else 0,
+        job_id=own.job_id or None,
+        restart=own.restart,
         term=term,
         beat=0,
     )
     publish_message(run_dir.lease, file)
-    lease = Lease(run_dir, file, time.monotonic())
+    lease = Lease(run_dir, file, time.monotonic(), own)
     lease.check()
     return lease
 

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any, Final
 
 from slurm import requeue
+from slurm.entry import tasks_over
 from slurm.job import JobRequest
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.actions import SupervisedRun
@@ -54,6 +55,19 @@ def supervise_in_job(run_dir: RunDir, start: Mapping[str, Any]) -> RunState | No
     except JobEndsError:
         if signals.is_ending and start["requeue"] is not None:
             _make_room(own)
+        return None
+
+
+def supervise_beside_worker(run_dir: RunDir, start: Mapping[str, Any]) -> RunState | None:
+    """Supervise from the batch step of the worker's own job; None where that job ends and another one goes on.
+
+    The next job brings the next supervisor, and is queued when the worker's tasks in this one are over.
+    """
+    job_id, restart = str(start["job_id"]), int(start["restart"])
+    own, signals = OwnJob(job_id, restart, tasks_over(run_dir.jobs, job_id, restart)), JobSignals()
+    try:
+        return supervise(run_dir, sys.stdout, own=own, leaves=lambda run: signals.is_ending or run.has_next_job)
+    except JobEndsError:
         return None
 
 

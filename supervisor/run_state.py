@@ -378,6 +378,9 @@ def _apply_job(
                 job_id=event.job_id,
                 job_since=event.time,
                 job=None,
+                restarts_at_begin=event.restarts,
+                ended_or_cancelled=run.ended_or_cancelled - {event.job_id},
+                cancelled_by_us=run.cancelled_by_us - {event.job_id},
                 submitted_times=times[-100:],
                 failed_submissions=0,
                 last_submit_failed_at=0.0,
@@ -436,14 +439,15 @@ def crash_signature(error: ErrorDetail) -> str:
 def _exclude(run: RunState, event: NodeExcluded) -> RunState:
     """Leave a node out, and give back what its strikes cost: the attempts and jobs that came to nothing there."""
     strikes = tuple(strike for strike in run.strikes if strike.node != event.node)
+    exclusions = (*(each for each in run.exclusions if each.node != event.node), event)
     if event.until is None:
-        return replace(run, strikes=strikes)
+        return replace(run, strikes=strikes, exclusions=exclusions)  # not struck again for the same attempt
     spent = {s.attempt: s.spent_job_id for s in run.strikes if s.node == event.node and s.spent_job_id is not None}
     times = run.submitted_times
     return replace(
         run,
         strikes=strikes,
-        exclusions=(*(each for each in run.exclusions if each.node != event.node), event),
+        exclusions=exclusions,
         exclusions_since_progress=run.exclusions_since_progress + 1,
         attempts_since_progress=max(0, run.attempts_since_progress - len(spent)),
         submitted_times=times[: max(0, len(times) - len(set(spent.values())))],

@@ -14,7 +14,7 @@ from supervisor.audience import Audience
 from supervisor.decision import Decision, Wait
 from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
-from supervisor.lease import Lease, LostError, OwnJob, take_lease
+from supervisor.lease import NO_JOB, Lease, LostError, OwnJob, take_lease
 from supervisor.notify import Notifier
 from supervisor.report.screen import Lines, Screen
 from supervisor.report.tensorboard import TensorBoard
@@ -41,7 +41,7 @@ def supervise(
     out: TextIO,
     *,
     is_asked: bool = False,
-    own: OwnJob | None = None,
+    own: OwnJob = NO_JOB,
     leaves: Callable[[SupervisedRun], bool] = lambda run: False,
 ) -> RunState:
     """Take the run's lease and supervise it to its end; a run that is over goes on only when a person asked.
@@ -74,7 +74,7 @@ def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
     """Take the run's lease, do what there is to do now, and leave; a pass without news leaves no line."""
     if read_state(run_dir).is_over:
         return read_state(run_dir)
-    watched, looks, lease = _begin(run_dir, out, None)
+    watched, looks, lease = _begin(run_dir, out)
     with _in_hand(watched, lease):
         looks.look([watched.run])
         while not isinstance(one_pass(watched, looks, [watched]), Wait) and not watched.run.state.is_over:
@@ -84,7 +84,7 @@ def supervise_once(run_dir: RunDir, out: TextIO) -> RunState:
 
 def carry_out_request(run_dir: RunDir, out: TextIO) -> None:
     """Take the run's lease and supervise it until what a person asked for is carried out; also where it was over."""
-    watched, looks, lease = _begin(run_dir, out, None)
+    watched, looks, lease = _begin(run_dir, out)
     with _in_hand(watched, lease):
         decision: Decision | None = None
         while _is_asked(watched) or not (isinstance(decision, Wait) or watched.run.state.is_over):
@@ -133,7 +133,7 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
         lease.give_up()
 
 
-def _begin(run_dir: RunDir, out: TextIO, own: OwnJob | None) -> tuple[Watched, JobLooks, Lease]:
+def _begin(run_dir: RunDir, out: TextIO, own: OwnJob = NO_JOB) -> tuple[Watched, JobLooks, Lease]:
     config = contract_config.read(run_dir.config)
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), own=own)
@@ -149,7 +149,7 @@ def take_up(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease,
     audience = Audience(screen, listeners)
     started = SupervisorStarted(host=lease.file.host, pid=os.getpid())
     state = read_state(run_dir)
-    run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, started)
+    run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, introduction=started)
     return Watched(run, audience)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from slurm.job import JobState
 from slurm.scheduler import SchedulerError
 from supervisor.actions import SupervisedRun, carry_out, finish_open_intent, publish_pins
 from supervisor.attempts import Rules, rules_of
@@ -105,6 +106,8 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     job = looks.found.get(job_id) if job_id is not None else None
     if job is not None and job.name != run.state.job_name:
         job = None  # a controller that lost its memory gives an id out again
+    if job is not None and job.state is JobState.RUNNING and run.own.has_lost_its_worker(job_id):
+        job = replace(job, state=JobState.COMPLETED)  # it is there for this supervisor's sake alone
     seen = watched.observer.look(run.state, run.clock(), job, looks.error)
     seen = replace(seen, nodes=looks.nodes, reservations=looks.reservations)
     if run.state.is_over:

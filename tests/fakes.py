@@ -30,6 +30,8 @@ class FakeScheduler:
         self._failures: dict[str, list[bool]] = {}
         self._next_id = 1
         self.says = "Unable to contact slurm controller"
+        self.allows_one_job = False
+        """Whether a second job of a name is refused while one lives."""
 
     # What a test does to it.
 
@@ -50,6 +52,8 @@ class FakeScheduler:
     def submit(self, job: JobRequest) -> str:
         failing = self._begin("submit", job.name)
         waits = any(other.name == job.name and not other.state.is_over for other in self.jobs.values())
+        if waits and self.allows_one_job:
+            raise SchedulerError("sbatch: error: Job violates accounting/QOS policy", ["sbatch"])
         job_id, self._next_id = str(self._next_id), self._next_id + 1
         why = "Dependency" if waits else "Priority"
         self.jobs[job_id] = JobStatus(job_id, job.name, JobState.PENDING, why, source="fake")

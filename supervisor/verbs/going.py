@@ -49,17 +49,22 @@ def submit(args: argparse.Namespace) -> int:
     """Start the run and a supervisor of its own, and return."""
     config = load_config(args.config, args.set)
     fleet = fleet_supervisor(Path(config.run.dir))
-    if config.supervisor.place != "job" and fleet is None:
-        mend = "start it with `higgsfield run`, or set supervisor.place to job"
+    if config.supervisor.place == "foreground" and fleet is None:
+        mend = "start it with `higgsfield run`, or set supervisor.place to job or embedded"
         raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
-    _ask_before_creating(args, config, with_supervisor=fleet is None)
+    _ask_before_creating(args, config, with_supervisor=fleet is None and config.supervisor.place == "job")
     run_dir = open_or_create(config, may_change=True)
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    is_embedded = fleet is None and config.supervisor.place == "embedded" and not isinstance(scheduler, LocalScheduler)
+    if is_embedded and read_state(run_dir).attempt:
+        supervise_once(run_dir, sys.stdout)  # its last supervisor may have been killed with its job
     if read_state(run_dir).state == "finished":
         print(f"{config.run.name} is finished already: {run_dir.path}")
         return OK
     if fleet is None or read_state(run_dir).is_over:
         reopen(run_dir, config)
-    print(f"{config.run.name}: {fleet or _start_supervisor(config, run_dir)}; you may log out now")
+    start = _start_worker if is_embedded else _start_supervisor
+    print(f"{config.run.name}: {fleet or start(config, run_dir)}; you may log out now")
     print(f"where it stands: higgsfield status {run_dir.path}")
     print(f"what happened:   higgsfield log {run_dir.path}")
     return OK
@@ -72,6 +77,14 @@ def _start_supervisor(config: Config, run_dir: RunDir) -> str:
     live = scheduler.find(name)
     job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
     return f"the supervisor is {'process' if isinstance(scheduler, LocalScheduler) else 'job'} {job_id}"
+
+
+def _start_worker(config: Config, run_dir: RunDir) -> str:
+    """Make a pass that submits the worker, whose job brings its supervisor; which one that is."""
+    state = supervise_once(run_dir, sys.stdout)
+    if state.job_id is None or not state.has_live_job:
+        raise RunError(f"{run_dir.path}: no job yet: {state.reason}; submit it again")
+    return f"the supervisor lives in the worker's job {state.job_id}"
 
 
 def stop(args: argparse.Namespace) -> int:

@@ -60,7 +60,7 @@ def _say_who_may_supervise(run_dir: RunDir) -> None:
         print(f"{run_dir.path.name}: its supervisor's job {job['id']} supervises it when it starts")
         return
     here = f"higgsfield resume {run_dir.path} (here)"
-    if read_config(run_dir.config).supervisor.place == "job":
+    if read_config(run_dir.config).supervisor.place != "foreground":
         here = f"higgsfield submit {run_dir.config} (a job), or {here}"
     print(f"{run_dir.path.name}: nobody supervises it from here on: {here}")
 

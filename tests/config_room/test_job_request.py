@@ -1,10 +1,12 @@
 """What the configuration's cluster keys become in the job."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from slurm.job import RequestError
+from slurm.scheduler import sbatch_text
 from supervisor.config import load_config
 from supervisor.job_request import supervisor_request, warning_s, worker_request
 from worker.contract.cluster_config import ClusterConfig
@@ -83,3 +85,14 @@ def test_a_run_folder_that_slurm_would_expand_is_refused(folder: Path) -> None:
 )
 def test_the_warning_before_the_time_limit_is_a_third_of_it_at_most(limit: str, seconds: int) -> None:
     assert warning_s(limit) == seconds
+
+
+def test_an_embedded_supervisor_is_started_beside_the_tasks_and_outlives_them(folder: Path) -> None:
+    given = configured("supervisor.place=embedded", "cluster.container=apptainer exec image.sif")
+    worker = worker_request(given, RUN, "hf-0", 1)
+    assert worker.beside == ("supervisor.cli:beside_main", "/runs/small")
+    text = sbatch_text(worker)
+    assert f"until {sys.executable} -m slurm.entry supervisor.cli:beside_main hf-0 /runs/small; do" in text
+    assert text.index("trap 'touch") < text.index("srun ")
+    assert "#SBATCH --no-kill" not in text  # its node may be the one that is lost
+    assert "#SBATCH --no-kill" in sbatch_text(worker_request(configured(), RUN, "hf-0", 1))

@@ -10,7 +10,7 @@ from supervisor.batches import positions_of
 from supervisor.decision import Decision
 from supervisor.job_looks import JobLooks
 from supervisor.journal import Event, SupervisorStarted, mend_journal, read_journal
-from supervisor.lease import read_holder, take_lease
+from supervisor.lease import NO_JOB, read_holder, take_lease
 from supervisor.observation import Observation
 from supervisor.run_state import RunState, replay
 from supervisor.runs import open_or_create
@@ -67,6 +67,7 @@ class Stage:
         self.scheduler = FakeScheduler()
         self.now = BEGIN
         self.step = 0
+        self.own = NO_JOB
         self.start_supervisor()
 
     # -- the supervisor
@@ -75,7 +76,7 @@ class Stage:
         """A supervisor process begins: all it knows is on disk."""
         mend_journal(self.run_dir.journal)
         self._forget_lease()
-        lease = take_lease(self.run_dir)
+        lease = take_lease(self.run_dir, own=self.own)
         self.ears = Silent()
         state = replay(read_journal(self.run_dir.journal))
         run = SupervisedRun(

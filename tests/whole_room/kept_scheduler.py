@@ -10,7 +10,9 @@ from typing import Any
 from tests.fakes import FakeScheduler
 
 _KEPT = ("jobs", "requests", "calls", "cancellers", "_next_id")
-_CALLS = ("submit", "cancel", "start_now", "requeue", "find", "look")
+CHANGING = ("submit", "cancel", "start_now", "change", "release", "requeue")
+"""The calls that do something to a cluster."""
+_CALLS = (*CHANGING, "find", "look", "test_only")
 
 
 class KeptScheduler(FakeScheduler):

@@ -55,12 +55,20 @@ def supervisor_main(run_dir: str, start: dict[str, Any]) -> int:
     return cli.job_main(run_dir, start)
 
 
+def beside_main(run_dir: str, start: dict[str, Any]) -> int:
+    """The supervisor in the worker's job."""
+    lighten()
+    return cli.beside_main(run_dir, start)
+
+
 def light_supervisor_request(*args: Any, **kwargs: Any) -> JobRequest:
     return replace(job_request.supervisor_request(*args, **kwargs), entry="tests.whole_room.light:supervisor_main")
 
 
 def light_request(*args: Any, **kwargs: Any) -> JobRequest:
-    return replace(job_request.worker_request(*args, **kwargs), entry="tests.whole_room.light:agent_main")
+    request = job_request.worker_request(*args, **kwargs)
+    beside = ("tests.whole_room.light:beside_main", *request.beside[1:]) if request.beside else ()
+    return replace(request, entry="tests.whole_room.light:agent_main", beside=beside)
 
 
 def agent_main(run_dir: str, start: Mapping[str, Any]) -> None:

@@ -1,20 +1,31 @@
-"""Where a supervisor lives, on a real cluster: a small job of its own that ends, or whose node is lost."""
+"""Where a supervisor lives, on a real cluster: a job of its own that ends, or loses its node; the worker's own job."""
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from slurm.local_cluster.configuration import missing_packages
-from supervisor.journal import Finished, Submitted, SupervisorStarted
+from supervisor.journal import Finished, Stopped, SubmitFailed, Submitted, SupervisorStarted
 from supervisor.lease import read_holder
 from tests.conftest import need
 from tests.waiting import eventually
-from tests.whole_room.house import House
+from tests.whole_room.house import KILL, House, send
 from tests.whole_room.light import STEP_S
-from tests.whole_room.survival import Scenario, Site, Together, ends_whole, jobs_of, survival_cluster
+from tests.whole_room.survival import (
+    Scenario,
+    Site,
+    Together,
+    causes,
+    ends_whole,
+    first_steps,
+    jobs_of,
+    survival_cluster,
+)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.training]
 SLOW = {STEP_S: "0.1"}
@@ -64,7 +75,55 @@ def own_node(site: Site) -> None:
     assert len(house.those(Submitted)) == len(house.those(Finished)) == 1
 
 
-SCENARIOS: dict[Scenario, int] = {own_limit: 2, own_node: 3}
+def embedded(site: Site, **sections: Any) -> House:
+    """A run whose supervisor lives in the worker's job, whose time limit comes long before its end."""
+    cluster = {"time_limit": "00:01:00"} | sections.pop("cluster", {})
+    return submitted(site, supervisor={"place": "embedded"}, cluster=cluster, **sections)
+
+
+def one_job(site: Site) -> None:
+    """A QOS that lets a person have one job, running or waiting: it is put back for each next part of the run."""
+    limits = ["MaxJobsPerUser=1", "MaxSubmitJobsPerUser=1"]
+    site.cluster.ask("sacctmgr", "--immediate", "add", "qos", site.name, *limits)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    site.cluster.ask("sacctmgr", "--immediate", "modify", "user", user, "set", f"qos+={site.name}")
+    house = embedded(site, cluster={"qos": site.name}, training={"max_steps": 500})
+    refused = house.higgsfield("submit", "tiny.yaml")
+    assert (refused.returncode, "holds this run" in refused.stderr) == (5, True), refused.stderr
+    again = house.waits_for(Submitted, 2)
+    assert "put back" in again.reason
+    while not house.those(Finished):
+        house.until(lambda: house.those(Finished) or site.shown(again.job_id)["Reason"] == "BeginTime")
+        site.cluster.ask("scontrol", "update", f"JobId={again.job_id}", "StartTime=now")
+    ends_whole(house)
+    assert set(causes(house)[1:]) == {"time_limit"}
+    assert len(set(jobs_of(house))) == 1
+    assert [record.step for record in house.records] == list(range(1, 501))
+    eventually(lambda: site.shown(again.job_id)["JobState"] == "COMPLETED")
+    assert house.those(SubmitFailed) == []
+
+
+def next_job(site: Site) -> None:
+    """Where a second job may wait it is that one; a supervisor that is killed comes back; a stop ends job and all."""
+    house = embedded(site, training={"max_steps": 3000})
+    house.waits_for_step(1)
+    holder = read_holder(house.run)
+    assert holder is not None
+    send(holder.pid, KILL)
+    house.waits_for(Submitted, 2)
+    assert len(house.those(SupervisorStarted)) >= 3  # the one that submitted, the one that was killed, the one after it
+    first, second = jobs_of(house)
+    assert first != second
+    house.until(lambda: len(first_steps(house)) == 2)
+    assert site.shown(first)["JobState"] == "COMPLETED"
+    (house.run.path / "STOP").touch()
+    house.waits_for(Stopped)
+    eventually(lambda: site.shown(second)["JobState"] == "COMPLETED")
+    assert [record.step for record in house.records] == list(range(1, len(house.records) + 1))
+    house.leaves_nothing()
+
+
+SCENARIOS: dict[Scenario, int] = {own_limit: 2, own_node: 3, one_job: 1, next_job: 1}
 """With the number of nodes that each needs."""
 
 

@@ -82,8 +82,9 @@ class ClusterConfig(Section):
 class SupervisorConfig(Section):
     """Where the supervisor runs after ``submit``."""
 
-    place: Literal["job", "foreground"] = "job"
-    """job = a small Slurm job of its own (a detached process without Slurm); foreground = ``higgsfield run`` only."""
+    place: Literal["job", "embedded", "foreground"] = "job"
+    """job = a small Slurm job of its own; embedded = inside the worker's job, where a person may have only one; both a
+    detached process without Slurm; foreground = ``higgsfield run`` only."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
