@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurm import commands, local_record, processes
 from slurm.commands import SchedulerError
+from slurm.hardware import Hardware
 from slurm.job import JobRequest, JobState, JobStatus, Node, RequestError, Reservation
 from slurm.local_record import Record
 
@@ -56,6 +57,10 @@ class LocalScheduler:
     def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
         """None: whoever asks runs on the only one."""
         return {}
+
+    def hardware(self, partition: str | None) -> tuple[Hardware, ...]:
+        """None: whoever asks runs on the only one."""
+        return ()
 
     def cancel(self, job_id: str) -> None:
         """SIGTERM now, SIGKILL after `kill_wait_s`; at once, if the job has lost its controller."""

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from slurm import commands, parsing
+from slurm import commands, hardware, parsing
 from slurm.commands import SchedulerError
+from slurm.hardware import Hardware
 from slurm.job import JobRequest, JobStatus, Node, Reservation
 from slurm.local import LocalScheduler
 
@@ -37,6 +38,10 @@ class Scheduler(Protocol):
 
     def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
         """How these nodes are, by name; one that is absent from the answer is not known."""
+        ...
+
+    def hardware(self, partition: str | None) -> tuple[Hardware, ...]:
+        """The kinds of nodes in a partition, None being the default one; () where nothing is known of nodes."""
         ...
 
     def cancel(self, job_id: str) -> None:
@@ -125,6 +130,11 @@ class SlurmScheduler:
             f"--nodes={','.join(sorted(names))}",
         ]
         return parsing.node_states(commands.query([*argv, *self._where()]))
+
+    def hardware(self, partition: str | None) -> tuple[Hardware, ...]:
+        """From one sinfo."""
+        argv = ["sinfo", "--noheader", f"--format={hardware.FORMAT}"]
+        return hardware.kinds_of_nodes(commands.query([*argv, *self._where()]), partition)
 
     def _queue(self, *arguments: str) -> list[JobStatus]:
         # Never by id: one that is purged makes squeue fail as an outage does.

@@ -1,6 +1,6 @@
 """What can be known of a run before anything is spent: its jobs, its recipe, and a look at model and data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from slurm.job import JobRequest, RequestError
 from slurm.scheduler import LocalScheduler, Scheduler, choose, sbatch_text
 from supervisor.config_findings import Finding
 from supervisor.job_request import supervisor_request, worker_request
-from supervisor.known_facts import known_facts
+from supervisor.known_facts import is_for_another_machine, known_facts
 from supervisor.notify import has_apprise
 from supervisor.recipe_facts import Facts, Remark
 from supervisor.recipe_rules import remarks
@@ -109,13 +109,17 @@ def check(config: Config, file: str = "", writer: Writer | None = None, look: Lo
     except SchedulerError as error:
         mend = "load Slurm's commands, or set cluster.kind to local"
         return CheckResult((Finding(file, "cluster.kind", str(error), mend),), (), text)
-    opinion, refused = _ask(scheduler, worker, file, "cluster")
-    if config.supervisor.place == "job" and not refused:
-        refused = _ask(scheduler, own, file, "supervisor")[1]
-    found.errors += refused
-    found.warnings += [*_unused(config, scheduler, file), *_unheard(config, file)]
+    opinion = None
+    if isinstance(scheduler, LocalScheduler) and is_for_another_machine(config):
+        found.take([Remark("not checked", ("cluster",), f"the job: {_NO_SLURM}")])
+    else:
+        opinion, refused = _ask(scheduler, worker, file, "cluster")
+        if config.supervisor.place == "job" and not refused:
+            refused = _ask(scheduler, own, file, "supervisor")[1]
+        found.errors += refused
+    found.take([*_unused(config, scheduler), *_unheard(config)])
     report = look(config) if look is not None else CheckReport()
-    facts = known_facts(config, report, is_local=isinstance(scheduler, LocalScheduler))
+    facts = known_facts(config, report, scheduler)
     found.take(report.found)
     found.take(remarks(facts))
     return CheckResult(
@@ -131,10 +135,10 @@ def check(config: Config, file: str = "", writer: Writer | None = None, look: Lo
     )
 
 
-def short_warnings(config: Config, file: str, writer: Writer, *, is_local: bool) -> list[Finding]:
+def short_warnings(config: Config, file: str, writer: Writer, scheduler: Scheduler) -> list[Finding]:
     """What the rules have against a configuration, without a look at model and data: at once, and never an error."""
     found = _Findings(file, writer)
-    found.take(remarks(known_facts(config, CheckReport(), is_local=is_local)))
+    found.take(remarks(known_facts(config, CheckReport(), scheduler)))
     return found.warnings
 
 
@@ -193,19 +197,28 @@ def _mend(error: SchedulerError, key: str) -> str:
     return f"change the keys of {key}{later}"
 
 
-def _unused(config: Config, scheduler: Scheduler, file: str) -> list[Finding]:
+_NO_SLURM = "sbatch is not found here, or has no configuration"
+
+
+def _unused(config: Config, scheduler: Scheduler) -> Iterator[Remark]:
     """Keys that only Slurm understands, where the run would be on this machine."""
     if not isinstance(scheduler, LocalScheduler):
-        return []
-    given = [key for key in _SITE_KEYS if getattr(config.cluster, key) is not None]
-    message = "there is no Slurm here, and the run would be on this machine"
+        return
     mend = "give the command on a machine of the cluster, or leave the key out"
-    return [Finding(file, f"cluster.{key}", message, mend) for key in given]
+    for key in _SITE_KEYS:
+        if getattr(config.cluster, key) is None:
+            continue
+        if config.cluster.kind == "auto":
+            yield Remark("not checked", ("cluster", key), _NO_SLURM)
+        else:
+            message = "there is no Slurm here, and the run would be on this machine"
+            yield Remark("warning", ("cluster", key), message, f"cluster.kind is {config.cluster.kind}", mend)
 
 
-def _unheard(config: Config, file: str) -> list[Finding]:
+def _unheard(config: Config) -> Iterator[Remark]:
     """Addresses of ``notify`` that nothing here can reach."""
-    if has_apprise() or all(target.startswith("command:") for target in config.notify):
-        return []
-    mend = "pip install 'higgsfield-supervisor[notify]', or name a `command:`"
-    return [Finding(file, "notify", "apprise, which knows such addresses, is not installed", mend)]
+    mute = [target for target in config.notify if not target.startswith("command:")]
+    if mute and not has_apprise():
+        message, evidence = "apprise, which knows such addresses, is not installed", f"{len(mute)} of them need it"
+        mend = "pip install 'higgsfield-supervisor[notify]', or name a `command:`"
+        yield Remark("warning", ("notify",), message, evidence, mend)

@@ -17,7 +17,11 @@ _BY_BATCH: Final = (32, 2.0e-5)
 """2e-5 at a global batch of 32 and below, 2.5e-5 at 64, 3e-5 at 128: half of 1e-5 more with each doubling."""
 _MORE_A_DOUBLING: Final = 0.5e-5
 _NEVER_ABOVE: Final = 4e-5
-_BY_SIZE: Final = ((9.5e9, "7B", (5e-5, 5e-5)), (20e9, "13B", (3e-5, 3e-5)), (math.inf, "30B and more", (1e-5, 2e-5)))
+_BY_SIZE: Final = (
+    (9.5e9, "up to 7B", (5e-5, 5e-5)),
+    (20e9, "13B", (3e-5, 3e-5)),
+    (math.inf, "30B and more", (1e-5, 2e-5)),
+)
 """Up to how many parameters (the geometric middle between the sizes that are named), and the range."""
 _ADAPTERS: Final = (1e-4, 2e-4)
 _FACTORS: Final = {"adamw": (1.0, 1.0), "adam": (1.0, 1.0), "sophia": (1.0, 1.0), "lion": (0.1, 0.2)}

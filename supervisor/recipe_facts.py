@@ -50,6 +50,8 @@ class Facts:
     """Bytes of a node."""
     free_disk: int | None = None
     """Bytes that are free where the runs lie."""
+    features: frozenset[str] = frozenset()
+    """Of all nodes that the job may get, as the site calls them."""
 
     @property
     def is_from_scratch(self) -> bool:

@@ -77,6 +77,11 @@ def _unknown(facts: Facts) -> str:
 _SLOW_BYTES_PER_S: Final = 1.25e9
 """10 gigabits a second: the usual network that is not built for this."""
 _UPDATES_APART: Final = 8
+_FAST_NETWORKS: Final = frozenset(
+    {"ib", "infiniband", "qdr", "fdr", "edr", "hdr", "hdr100", "hdr200", "ndr", "ndr200", "opa", "omnipath", "roce"}
+    | {"slingshot", "efa"}
+)
+"""Features by which sites name them."""
 
 
 def network_rule(facts: Facts) -> Iterator[Remark]:
@@ -87,8 +92,9 @@ def network_rule(facts: Facts) -> Iterator[Remark]:
     place = ("training", "gradient_accumulation")
     why = _why_slow(config.cluster.environment)
     if why is None:
-        named = "NCCL_IB_DISABLE, NCCL_NET and NCCL_SOCKET_IFNAME in cluster.environment do not say that it is slow"
-        yield Remark("not checked", place, f"the network between the nodes is not known; {named}")
+        if not facts.features & _FAST_NETWORKS:
+            named = "neither the nodes' features nor NCCL's variables in cluster.environment say how fast it is"
+            yield Remark("not checked", place, f"the network between the nodes is not known: {named}")
         return
     accumulation = config.training.gradient_accumulation
     if config.training.extra.get("fsdp") or config.training.extra.get("deepspeed"):
@@ -139,7 +145,7 @@ def memory_rule(facts: Facts) -> Iterator[Remark]:
     if plan.main:
         yield from _main_memory(facts, plan.main, f"{plan.main / _GIB:.3g} GiB are offloaded")
     if facts.device is None:
-        yield Remark("not checked", place, f"memory: {plan.device / _GIB:.3g} GiB a GPU ({told}); {_unknown(facts)}")
+        yield Remark("not checked", place, f"memory: {plan.device / _GIB:.3g} GiB a GPU; {_unknown(facts)}")
     elif plan.device > facts.device.largest:
         message = f"{plan.device / _GIB:.3g} GiB a GPU, and a {facts.device.name} has {facts.device.memory_gib[1]}"
         yield Remark("warning", place, message, told, _mend_of_memory(facts))
@@ -170,11 +176,17 @@ def _mend_of_memory(facts: Facts) -> str:
     return ", or ".join(way for way, is_open in ways if is_open)
 
 
+_ELSEWHERE: Final = "the run is for another machine, whose disk is not seen from here"
+
+
 def disk_rule(facts: Facts) -> Iterator[Remark]:
     """All checkpoints that are kept at once, against the free disk."""
     size, rules, place = facts.checkpoint_bytes, facts.config.checkpoint, ("checkpoint", "keep")
     if size is None or facts.free_disk is None:
-        yield Remark("not checked", place, "disk: the size of a checkpoint, or the disk, is not known")
+        why = (
+            "the size of the model is not known" if size is None else f"{size / 1e9:.3g} GB a checkpoint; {_ELSEWHERE}"
+        )
+        yield Remark("not checked", place, f"disk: {why}")
         return
     held = max(rules.keep, rules.keep_healthy + 1) + rules.keep_quarantined + 1
     if facts.max_steps is not None:

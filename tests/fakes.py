@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from slurm.commands import SchedulerError
+from slurm.hardware import Hardware
 from slurm.job import JobRequest, JobState, JobStatus, Node, Reservation
 from slurm.parsing import duration_s
 
@@ -24,6 +25,7 @@ class FakeScheduler:
         self.calls: list[tuple[str, str]] = []
         self.node_names = ("n1",)
         self.message_timeout = 0.0
+        self.kinds_of_nodes: tuple[Hardware, ...] = ()
         self.node_states: dict[str, Node] = {}
         self.known_reservations: list[Reservation] = []
         self.cancellers: dict[str, str] = {}
@@ -76,6 +78,10 @@ class FakeScheduler:
     def nodes(self, names: Collection[str]) -> Mapping[str, Node]:
         self._finish(self._begin("nodes", ",".join(sorted(names))))
         return {name: self.node_states[name] for name in names if name in self.node_states}
+
+    def hardware(self, partition: str | None) -> tuple[Hardware, ...]:
+        self._finish(self._begin("hardware", str(partition)))
+        return self.kinds_of_nodes
 
     def cancel(self, job_id: str) -> None:
         failing = self._begin("cancel", job_id)

@@ -20,6 +20,7 @@ from worker.tokens import collect, encode_bytes, encoder
 READ_FOR_S = 60.0
 """For so long each set is read."""
 _ALL = 2**62
+_THE_HUB = "the hub does not give it"
 _WORTH_A_WORD = 0.01
 """Of the documents of a set."""
 _MANY = 0.05
@@ -50,10 +51,15 @@ def look_at_data(config: Config, tokenizer: Any, base: Path, read_for_s: float =
         try:
             read[key] = _read(key, config, tokenizer, base, read_for_s)
         except DataError as error:
-            found.append(_error(error))
+            found.append(_not_here(key, error) if _THE_HUB in str(error) else _error(error))
     looked = {key: _looked_at(key, one, config, tokenizer, found) for key, one in read.items()}
     overlap = _overlap(read, found) if len(read) == 2 else None
     return DataFindings(DataLook(train=looked.get("train"), eval=looked.get("eval"), overlap=overlap), found)
+
+
+def _not_here(key: SetKey, error: DataError) -> Found:
+    name = str(error).partition(": ")[2].partition(" is no file")[0]
+    return Found(level="not checked", key=f"data.{key}", message=f"{name} is of the hub, and not on this machine")
 
 
 def _error(error: DataError) -> Found:

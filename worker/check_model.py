@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from worker.activations import Saved, as_they_are, saved_by, shapes_only
@@ -14,7 +15,7 @@ from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
 from worker.leaving import RefusedError
 from worker.lora import LoraError, with_adapters
-from worker.models import LIBRARY_ERRORS, ModelError, describe, one_line
+from worker.models import LIBRARY_ERRORS, ModelError, describe, isolates_documents, one_line
 from worker.optimizers import build_optimizer
 from worker.setup import training_fields
 
@@ -22,6 +23,17 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model*.bin")
 _NEEDS_A_GPU = re.compile(r"\b(gpus?|cuda|ampere|npu|xpu|device|hardware)\b", re.IGNORECASE)
 _A_WRONG_SHAPE = re.compile(r"shape|size", re.IGNORECASE)
+_LARGEST_LAYER = 300_000_000
+"""Parameters, in float32: more than a gigabyte is too much to ask of a login node."""
+_SPECIAL = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "transformers_version",
+)
 _SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
@@ -46,7 +58,8 @@ def look_at_model(config: Config, tokenizer: Any, base: Path) -> tuple[ModelLook
         found += _lengths(config, described)
         with shapes_only():
             model = _built(config, described)
-            return _measured(config, model, tokenizer, found), found
+            measured = _measured(config, model, tokenizer, found)
+        return measured, found + _packing(config, described)
     except (ModelError, LoraError) as error:
         mend = "correct it in the model's config.json" if config.model.path else "correct model.config"
         return None, [*found, found_of(error, mend)]
@@ -135,6 +148,32 @@ def _measured(config: Config, model: Any, tokenizer: Any, found: list[Found]) ->
         trained=sum(one.numel() for one in parameters if one.requires_grad),
         activations=_activations(config, model, found),
     )
+
+
+def _packing(config: Config, described: PreTrainedConfig) -> list[Found]:
+    """Whether packed documents would see each other, asked of one layer of the model with a tiny vocabulary."""
+    if not config.data.pack or config.model.attention == "flash_attention_2":
+        return []  # that takes documents apart by their positions itself, and runs on no CPU
+    small = {"num_hidden_layers": 1, "vocab_size": 8, "layer_types": None}
+    fields = {name: value for name, value in described.to_dict().items() if name not in _SPECIAL}
+    not_asked = Found(level="not checked", key="data.pack", message="whether packed documents see each other")
+    try:
+        with shapes_only():
+            size = _of_fields({**fields, **small}, config).num_parameters()
+        if size > _LARGEST_LAYER:
+            return [not_asked]
+        is_apart = isolates_documents(_of_fields({**fields, **small}, config))
+    except (*LIBRARY_ERRORS, StrictDataclassError):
+        return [not_asked]
+    if is_apart:
+        return []
+    message = f"in a {described.model_type} model packed documents see each other"
+    return [Found(level="error", key="data.pack", message=message, mend="set data.pack: false")]
+
+
+def _of_fields(fields: dict[str, Any], config: Config) -> PreTrainedModel:
+    described = AutoConfig.for_model(**fields)
+    return AutoModelForCausalLM.from_config(described, attn_implementation=config.model.attention)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _vocabulary(config: Config, model: PreTrainedModel, tokenizer: Any) -> list[Found]:

@@ -159,6 +159,5 @@ def _ask_before_creating(args: argparse.Namespace, config: Config, *, with_super
     scheduler.test_only(worker)
     if with_supervisor:
         scheduler.test_only(supervisor_request(config, run_dir, "hs-00000000"))
-    writer, is_local = writer_of_keys(args.config, args.set), isinstance(scheduler, LocalScheduler)
-    for finding in short_warnings(config, str(args.config), writer, is_local=is_local):
+    for finding in short_warnings(config, str(args.config), writer_of_keys(args.config, args.set), scheduler):
         complain(f"warning: {finding}")

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from slurm.hardware import kinds_of_nodes
 from slurm.local_cluster.cluster import Cluster
-from slurm.scheduler import SlurmScheduler
+from slurm.scheduler import LocalScheduler, SlurmScheduler
 from supervisor import cli, known_facts
 from supervisor.check import CheckResult, check
 from supervisor.config import load_config, writer_of_keys
 from supervisor.runs import RunError
+from tests.fakes import FakeScheduler
 from worker.contract.check_report import CheckReport, Found
 
 
@@ -35,6 +37,7 @@ def test_the_json_has_the_contract_s_fields(folder: Path) -> None:
     (warning,) = printed["warnings"]
     assert warning.keys() == {"file", "key", "message", "mend", "evidence"}
     assert (warning["file"], warning["key"]) == ("small.yaml", "cluster.partition")
+    assert all(warning.values())
 
 
 WARMUP = ["--set", "training.max_steps=500", "--set", "training.schedule.warmup=0"]
@@ -80,6 +83,47 @@ def test_what_the_look_finds_is_told_with_the_file_that_wrote_it(folder: Path) -
     assert [str(found) for found in result.errors] == ["small.yaml: data.train: gone (here); mend it"]
 
 
+def nodes(gres: str, features: str = "", megabytes: str = "1031000") -> str:
+    return f"gpu*|{gres}|{features or '(null)'}|{megabytes}\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "constraint", "gpu", "gib"),
+    [
+        (nodes("gpu:a100:8(S:0-1)", "ib,hdr"), None, "A100", 1006),
+        (nodes("gpu:4", "v100-32g"), None, "V100", 1006),
+        (nodes("gpu:a100:8") + nodes("gpu:v100:4", megabytes="384000+"), None, None, 375),
+        (nodes("gpu:8", "a100") + nodes("gpu:4", "v100"), "a100", "A100", 1006),
+        (nodes("gpu:a100:8").replace("gpu*", "other"), None, None, None),
+        ("garbage\n|||\n", None, None, None),
+    ],
+)
+def test_what_slurm_says_of_its_nodes_is_known(
+    folder: Path, answer: str, constraint: str | None, gpu: str | None, gib: int | None
+) -> None:
+    scheduler = FakeScheduler()
+    scheduler.kinds_of_nodes = kinds_of_nodes(answer, None)
+    given = ["cluster.gpus_per_node=4", *([f"cluster.constraint={constraint}"] if constraint else [])]
+    known = known_facts.known_facts(load_config(Path("small.yaml"), given), CheckReport(), scheduler)
+    assert (known.device and known.device.name, known.main_memory and known.main_memory // 2**30) == (gpu, gib)
+
+
+def test_a_configuration_for_another_machine_is_not_held_against_this_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.check.choose", lambda kind: LocalScheduler())
+    far = [
+        "cluster.kind=auto",
+        "cluster.nodes=2",
+        "cluster.gpus_per_node=8",
+        "cluster.partition=gpu",
+        "cluster.mem=9999T",
+    ]
+    result = check(load_config(Path("small.yaml"), far))
+    assert (result.errors, result.warnings) == ((), ())
+    assert {found.key for found in result.not_checked} >= {"cluster", "cluster.partition", "checkpoint.keep"}
+
+
 def test_a_look_that_ends_otherwise_is_not_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_facts.sys, "executable", "/bin/false")
     result = check(load_config(Path("small.yaml")), look=known_facts.look_closer)
@@ -123,3 +167,6 @@ def test_slurm_says_what_it_thinks(folder: Path, on_slurm: Cluster) -> None:
         assert "partition" in result.errors[0].message
         assert len(str(result.errors[0]).splitlines()) == 1
     assert SlurmScheduler().find("hf-00000000") == []
+    (kind, *_) = SlurmScheduler().hardware(None)
+    assert (kind.memory_bytes or 0) > 0
+    assert SlurmScheduler().hardware("none") == ()

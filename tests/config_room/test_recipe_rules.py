@@ -119,7 +119,7 @@ def test_where_the_articles_differ_the_wider_range_holds_and_both_are_named() ->
     assert "above 4e-05" in noted.message
     assert "wider range" in noted.message
     assert "by the global batch of 32, 2e-05" in noted.evidence
-    assert "by the model's size (7B), 5e-05" in noted.evidence
+    assert "by the model's size (up to 7B), 5e-05" in noted.evidence
     unsized = replace(facts(recipe(training__optimizer__learning_rate=5e-5)), parameters=None, trained=None)
     assert said(unsized) == []
     assert "learning_rate" in {remark.place[-1] for remark in said(unsized, "not checked")}

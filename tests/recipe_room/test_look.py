@@ -1,6 +1,7 @@
 """The look at model and data before a run: what a started worker would refuse, and what nobody would see, is named."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from supervisor.memory import plan_memory
 from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
-from worker import check_data
+from worker import check_data, documents
 from worker.activations import saved_by, shapes_only
 from worker.check import look
 from worker.contract.check_report import CheckReport, Found
@@ -19,6 +20,7 @@ from worker.contract.recipe_config import EmaConfig
 from worker.ema import Ema
 from worker.models import build_model, describe
 from worker.optimizers import build_optimizer
+from worker.rows import BadFileError
 
 
 @pytest.fixture
@@ -91,6 +93,10 @@ WRONG = {
     "tokenizer too large": (lambda f: _config(f, vocab_size=9), {}, "model.path", "knows 9 tokens", "own tokenizer"),
     "width and heads": (lambda f: _config(f, hidden_size=30), {}, "model.path", "not a multiple", "config.json"),
     "heads and their groups": (lambda f: _config(f, num_key_value_heads=3), {}, "model.path", "shapes", "num_key"),
+    "packed documents": (
+        lambda f: _config(f, model_type="opt", ffn_dim=64, word_embed_proj_dim=32), {}, "data.pack", "see each other",
+        "data.pack: false",
+    ),
     "a missing shard": (_index, {}, "model.path", "files of weights are missing", "load the model again"),
     "no config": (
         lambda f: (f / "model" / "config.json").unlink(), {"tokenizer": "bytes"}, "model.path", "config.json", "correct"
@@ -148,6 +154,16 @@ def build_bytes() -> Any:
     from worker.models import byte_tokenizer
 
     return byte_tokenizer()
+
+
+def test_data_of_the_hub_is_not_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_away(name: str) -> Iterator[Any]:
+        raise BadFileError("is no file, and the hub does not give it (OfflineModeIsEnabled: no)")
+
+    monkeypatch.setattr(documents, "rows_of_hub", is_away)
+    report = look(wanted(folder, train="org/rows"), folder)
+    assert "org/rows is of the hub, and not on this machine" in [one.message for one in found(report, "not checked")]
+    assert found(report, "error") == []
 
 
 @pytest.mark.parametrize("model", ["org/never-here", "gone"])
