@@ -122,7 +122,8 @@ def _free(folder: Path) -> int | None:
     """Bytes that are free where ``folder`` is, or would be made."""
     for place in (folder, *folder.absolute().parents):
         try:
-            return shutil.disk_usage(place).free
+            usage = shutil.disk_usage(place)
         except OSError:
             continue
+        return usage.free if usage.total else None  # /proc and its like are no disks
     return None

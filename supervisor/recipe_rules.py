@@ -7,6 +7,7 @@ from typing import Final
 from slurm.parsing import ParseError, duration_s
 from supervisor.rate_rules import rate_rule, warmup_rule
 from supervisor.recipe_facts import SHARE_OF_PEAK, Facts, Remark
+from supervisor.report.figures import size
 from supervisor.save_interval import SaveCosts, best_interval_s, lost_share
 
 _GIB: Final = 2**30
@@ -122,8 +123,8 @@ def _why_slow(environment: dict[str, str]) -> str | None:
 def _seconds(facts: Facts, bytes_each: int) -> str:
     if facts.trained is None:
         return ""
-    size = bytes_each * facts.trained
-    return f": {size / 1e9:.3g} GB an update, {size / _SLOW_BYTES_PER_S:.2g} s at 10 Gbit/s"
+    moved = bytes_each * facts.trained
+    return f": {size(moved)} an update, {moved / _SLOW_BYTES_PER_S:.2g} s at 10 Gbit/s"
 
 
 # -- memory, disk, time ------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def memory_rule(facts: Facts) -> Iterator[Remark]:
         return
     parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer": plan.optimizer}
     parts |= {"average": plan.average, "activations": plan.activations or 0}
-    told = ", ".join(f"{name} {size / _GIB:.3g}" for name, size in parts.items() if size)
+    told = ", ".join(f"{name} {part / _GIB:.3g}" for name, part in parts.items() if part)
     told = f"{told} GiB" + ("" if plan.activations is not None else ", activations not measured")
     if not facts.config.cluster.gpus:
         yield from _main_memory(facts, plan.device * facts.config.cluster.tasks_on_each_node + plan.main, told)
@@ -181,21 +182,19 @@ _ELSEWHERE: Final = "the run is for another machine, whose disk is not seen from
 
 def disk_rule(facts: Facts) -> Iterator[Remark]:
     """All checkpoints that are kept at once, against the free disk."""
-    size, rules, place = facts.checkpoint_bytes, facts.config.checkpoint, ("checkpoint", "keep")
-    if size is None or facts.free_disk is None:
-        why = (
-            "the size of the model is not known" if size is None else f"{size / 1e9:.3g} GB a checkpoint; {_ELSEWHERE}"
-        )
+    each, rules, place = facts.checkpoint_bytes, facts.config.checkpoint, ("checkpoint", "keep")
+    if each is None or facts.free_disk is None:
+        why = "the size of the model is not known" if each is None else f"{size(each)} a checkpoint; {_ELSEWHERE}"
         yield Remark("not checked", place, f"disk: {why}")
         return
     held = max(rules.keep, rules.keep_healthy + 1) + rules.keep_quarantined + 1
     if facts.max_steps is not None:
         held = min(held, facts.max_steps // rules.every_steps + 2)
         held += facts.max_steps // rules.keep_every if rules.keep_every else 0
-    needed = size * held
+    needed = each * held
     if needed > facts.free_disk:
-        evidence = f"{held} of {size / 1e9:.3g} GB at once (kept, in quarantine, being written)"
-        message = f"checkpoints take {needed / 1e9:.3g} GB, and {facts.free_disk / 1e9:.3g} GB are free"
+        evidence = f"{held} of {size(each)} at once (kept, in quarantine, being written)"
+        message = f"checkpoints take {size(needed)}, and {size(facts.free_disk)} are free"
         yield Remark("warning", place, message, evidence, "set checkpoint.keep lower, or run.dir to a larger disk")
 
 

@@ -3,12 +3,13 @@
 import argparse
 import getpass
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, choose
 from supervisor.check import short_warnings
-from supervisor.config import load_config, writer_of_keys
+from supervisor.config import Finding, load_config, writer_of_keys
 from supervisor.fleet import fleet_supervisor
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
@@ -33,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
             raise RunError("--set changes one CONFIG; the runs under --all keep the configuration that they have")
         return run_all(args.all, once=args.once)
     config = load_config(args.config, args.set)
-    _ask_before_creating(args, config, with_supervisor=False)
+    odd = _ask_before_creating(args, config, with_supervisor=False)
     run_dir = open_or_create(config)
+    _say_what_is_odd(odd)
     try:
         state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
     except KeyboardInterrupt:
@@ -52,8 +54,9 @@ def submit(args: argparse.Namespace) -> int:
     if config.supervisor.place == "foreground" and fleet is None:
         mend = "start it with `higgsfield run`, or set supervisor.place to job or embedded"
         raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
-    _ask_before_creating(args, config, with_supervisor=fleet is None and config.supervisor.place == "job")
+    odd = _ask_before_creating(args, config, with_supervisor=fleet is None and config.supervisor.place == "job")
     run_dir = open_or_create(config, may_change=True)
+    _say_what_is_odd(odd)
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     is_embedded = fleet is None and config.supervisor.place == "embedded" and not isinstance(scheduler, LocalScheduler)
     if is_embedded and read_state(run_dir).attempt:
@@ -143,14 +146,14 @@ def _say_that_it_goes_on(run_dir: RunDir) -> int:
     return INTERRUPTED
 
 
-def _ask_before_creating(args: argparse.Namespace, config: Config, *, with_supervisor: bool) -> None:
+def _ask_before_creating(args: argparse.Namespace, config: Config, *, with_supervisor: bool) -> list[Finding]:
     """Ask the scheduler's opinion of a new run's jobs, so that no folder is made for jobs that it would refuse.
 
-    And say what is odd about its recipe, as far as that is known at once.
+    Returns what is odd about the recipe of a new run, as far as that is known at once.
     """
     run_dir = RunDir(Path(config.run.dir) / config.run.name)
     if run_dir.path.exists():
-        return
+        return []
     try:
         worker = worker_request(config, run_dir, "hf-00000000", 1)
     except RequestError as error:  # load_config has looked at everything but the folder
@@ -159,5 +162,9 @@ def _ask_before_creating(args: argparse.Namespace, config: Config, *, with_super
     scheduler.test_only(worker)
     if with_supervisor:
         scheduler.test_only(supervisor_request(config, run_dir, "hs-00000000"))
-    for finding in short_warnings(config, str(args.config), writer_of_keys(args.config, args.set), scheduler):
+    return short_warnings(config, str(args.config), writer_of_keys(args.config, args.set), scheduler)
+
+
+def _say_what_is_odd(findings: Iterable[Finding]) -> None:
+    for finding in findings:
         complain(f"warning: {finding}")

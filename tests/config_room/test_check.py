@@ -60,10 +60,10 @@ def test_strict_makes_warnings_errors(
 def test_run_says_what_is_odd_in_short_and_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def begin(config: object) -> None:
+    def begin(run_dir: object, out: object) -> None:
         raise RunError("that is enough")
 
-    monkeypatch.setattr("supervisor.verbs.going.open_or_create", begin)
+    monkeypatch.setattr("supervisor.verbs.going.supervise", begin)
     assert cli.main(["run", "small.yaml", *WARMUP]) == cli.WRONG_INPUT
     *lines, end = capsys.readouterr().err.splitlines()
     assert end == "that is enough"

@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
     "sharded over a slow network": ({**TWO_NODES, "cluster__environment": {"NCCL_IB_DISABLE": "1"}}, {},
         "cluster.nodes", "10 Gbit/s", "cpu_offload"),
     "few micro-steps over a slow network": ({**TWO_NODES, **LORA, "cluster__environment": {"NCCL_NET": "Socket"},
-        RATE: 2e-4}, {"trained": 4 * 10**7}, "gradient_accumulation", "GB an update", "8 or more"),
+        RATE: 2e-4}, {"trained": 4 * 10**7}, "gradient_accumulation", "320 MB an update", "8 or more"),
     "too large for the GPU": ({"training__extra": {}}, {}, "batch_size", "optimizer 52.2",
         "shard with training.extra.fsdp"),
     "activations too large": ({}, {"activations": 90 * GIB}, "batch_size", "activations 90", "halve data.max_tokens"),

@@ -64,7 +64,9 @@ def test_check_is_strict_with_them_and_finds_nothing(
     scheduler = FakeScheduler()
     scheduler.node_names = ("n1", "n2")
     monkeypatch.setattr("supervisor.check.choose", lambda kind: scheduler)
-    monkeypatch.setattr("supervisor.known_facts.shutil.disk_usage", lambda folder: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(
+        "supervisor.known_facts.shutil.disk_usage", lambda folder: SimpleNamespace(total=10**12, free=10**12)
+    )
     path = shipped_configs() / f"{name}.yaml"
     result = check(load_config(path, given), str(path), writer_of_keys(path, given), lambda one: look(one, tmp_path))
     assert (result.errors, result.warnings) == ((), ())
