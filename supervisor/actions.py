@@ -14,6 +14,7 @@ from typing import Final
 
 from slurm.job import JobRequest, JobState, JobStatus, RequestError
 from slurm.scheduler import Scheduler, SchedulerError
+from supervisor.believed import believed
 from supervisor.decision import (
     AskToStop,
     Begin,
@@ -37,6 +38,7 @@ from supervisor.journal import (
     CancelIntended,
     Cancelled,
     Continued,
+    Diagnosis,
     Event,
     Finished,
     GaveUp,
@@ -174,7 +176,9 @@ def _begin_attempt(run: SupervisedRun, plan: AttemptDecided) -> None:
     published = _published(run)
     if published is None or published.attempt < number:
         publish_directive(run.run_dir.directive, _directive(run, plan, number))
-    run.record(_outcome(plan), attempt=number)
+    is_answer = plan.rollback is not None and plan.cause != "rollback"
+    diagnosis = believed(run.run_dir, run.state.attempt) if is_answer else None
+    run.record(_outcome(plan, diagnosis), attempt=number)
 
 
 def _published(run: SupervisedRun) -> Directive | None:
@@ -205,10 +209,10 @@ def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
     )
 
 
-def _outcome(plan: AttemptDecided) -> RolledBack | Continued:
+def _outcome(plan: AttemptDecided, diagnosis: Diagnosis | None = None) -> RolledBack | Continued:
     shared = plan.model_dump(exclude={"event", "rollback", "time", "attempt", "term"})
     if plan.rollback is not None:
-        return RolledBack(**shared, **plan.rollback.model_dump())
+        return RolledBack(**shared, **plan.rollback.model_dump(), diagnosis=diagnosis)
     return Continued(**shared)
 
 

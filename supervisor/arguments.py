@@ -125,6 +125,7 @@ _ARGUMENTS: Final[Mapping[str, Sequence[Callable[[argparse.ArgumentParser], None
     "status": (_run_or_all, _json),
     "watch": (_run,),
     "log": (_run, _json, _log),
+    "diagnose": (_run, _json),
     "report": (_run, _report),
     "stop": (_run,),
     "resume": (_run,),

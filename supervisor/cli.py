@@ -17,6 +17,7 @@ from supervisor.place import supervise_beside_worker, supervise_in_job
 from supervisor.report.log_text import SinceError
 from supervisor.run_state import RunState
 from supervisor.runs import RunError
+from supervisor.verbs.diagnosing import diagnose
 from supervisor.verbs.exits import HELD, INTERRUPTED, OK, UNFORESEEN, WRONG_INPUT, complain, exit_code_of
 from supervisor.verbs.going import resume, run, stop, submit
 from supervisor.verbs.levers import pin, rollback
@@ -47,7 +48,23 @@ def _supervise_in_job(folder: RunDir, act: Callable[[RunDir], RunState | None]) 
     return _guarded(lambda: exit_code_of(act(folder)))
 
 
-VERBS: Final = (run, submit, check, detect, status, watch, log, report, stop, resume, rollback, pin, infer, doctor)
+VERBS: Final = (
+    run,
+    submit,
+    check,
+    detect,
+    status,
+    watch,
+    log,
+    diagnose,
+    report,
+    stop,
+    resume,
+    rollback,
+    pin,
+    infer,
+    doctor,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,8 @@ from worker.contract.loss_history import BatchPosition, Start
 from worker.contract.pulse import Phase
 
 Where = Literal["same_allocation", "requeued", "new_job"]
+Cure = Literal["again", "smallest-batch", "fp32", "adamw", "tenth-rate", "without-batches"]
+"""Changes that ``diagnose --replay`` tries."""
 
 
 class EventBase(Message):
@@ -76,6 +78,18 @@ class Rollback(Message):
     to_step: int
 
 
+class Diagnosis(Message):
+    """Why something went wrong, as far as it is known, and the one thing to try next."""
+
+    symptom: str
+    cause: str
+    confidence: Literal["sure", "likely", "possible"]
+    evidence: tuple[str, ...]
+    next: str
+    cure: Cure | None = None
+    """The change of a replay that shows whether this is it; None = no such change would."""
+
+
 class AttemptDecided(Plan):
     """Intent: quarantine, then directive. ``rollback`` is kept for the outcome, which names it."""
 
@@ -98,6 +112,8 @@ class RolledBack(Plan):
     batches: tuple[BatchPosition, ...] = ()
     from_step: int
     to_step: int
+    diagnosis: Diagnosis | None = None
+    """What was believed then; None = nothing, or a person asked for it."""
 
 
 class Continued(Plan):

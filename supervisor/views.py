@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from supervisor.believed import read_evidence
+from supervisor.diagnosis import diagnose
+from supervisor.evidence import Evidence
 from supervisor.journal import Event, SegmentStarted, parse_event, read_journal
 from supervisor.observation import Observation
 from supervisor.page_file import page_place, publish_page
 from supervisor.report.accounting import Accounting, account
+from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import printable
 from supervisor.report.log_text import closing_summary, entry_lines, log_lines
 from supervisor.report.page import Facts, render
@@ -48,7 +52,8 @@ def write_report(run_dir: RunDir, path: Path | None = None) -> Path:
     branch, after = surviving(records), config.checkpoint.healthy_after
     graded = tuple((manifest, health(manifest, branch, after)) for manifest in complete_checkpoints(run_dir))
     accounting = account(events, records, now, config.cluster.nodes)
-    publish_page(place, render(Facts(config, events, records, accounting, graded, now)))
+    findings = diagnose(Evidence(config, records, events))
+    publish_page(place, render(Facts(config, events, records, accounting, graded, now, findings)))
     return place
 
 
@@ -68,6 +73,15 @@ class ReportAtTheEnd:
         """Write the page where the run is over."""
         if run.is_over:
             write_report(self._run_dir)
+
+
+# -- diagnosis ---------------------------------------------------------------------------------------------------------
+
+
+def show_diagnosis(run_dir: RunDir, out: TextIO) -> None:
+    """Print what went wrong in the run and why, or that nothing did."""
+    for line in diagnosis_lines(diagnose(read_evidence(run_dir)), columns(out)):
+        print(line, file=out)
 
 
 # -- status ------------------------------------------------------------------------------------------------------------
@@ -93,7 +107,8 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
 def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
     """Print the whole log from ``since`` on, UTC seconds."""
     events = read_journal(run_dir.journal)
-    for line in log_lines(events, accounting_of(run_dir, events), since, columns(out)):
+    findings = diagnose(read_evidence(run_dir))
+    for line in log_lines(events, accounting_of(run_dir, events), since, columns(out), findings):
         print(line, file=out)
 
 
@@ -103,7 +118,7 @@ def show_milestones(run_dir: RunDir, out: TextIO) -> None:
     for event in filter(is_milestone, events):
         for line in entry_lines(event, None, columns(out)):
             print(line, file=out)
-    print("\n".join(closing_summary(events, accounting_of(run_dir, events))), file=out)
+    print("\n".join(_summary(run_dir, events)), file=out)
 
 
 def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -117,7 +132,11 @@ def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[floa
             cost = next((each for each in found if each.segment == event.segment), None)
         print("\n".join(entry_lines(event, cost, columns(out))), file=out, flush=True)
     events = read_journal(run_dir.journal)
-    print("\n".join(["", *closing_summary(events, accounting_of(run_dir, events))]), file=out, flush=True)
+    print("\n".join(["", *_summary(run_dir, events)]), file=out, flush=True)
+
+
+def _summary(run_dir: RunDir, events: list[Event]) -> list[str]:
+    return closing_summary(events, accounting_of(run_dir, events), diagnose(read_evidence(run_dir)))
 
 
 def _arriving(run_dir: RunDir, sleep: Callable[[float], None]) -> Iterator[tuple[list[Event], Event]]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from supervisor.journal import (
     Continued,
+    Diagnosis,
     Event,
     Finished,
     GaveUp,
@@ -19,6 +20,7 @@ from supervisor.journal import (
     WouldHaveDone,
 )
 from supervisor.report.accounting import KINDS, Accounting, Interruption
+from supervisor.report.diagnosis_text import in_one_line
 from supervisor.report.figures import count, duration, local_clock, local_day, node_hours, printable, share
 from supervisor.report.texts import WIDTH, is_told, lay_out, step_of
 from supervisor.run_state import ending_of
@@ -45,7 +47,13 @@ def since_time(text: str, now: float | None = None) -> float:
         raise SinceError(f"--since {text!r}: give 2h, 30min, 1d, 17:40 or 2026-11-29 17:40") from None
 
 
-def log_lines(events: Sequence[Event], accounting: Accounting, since: float = 0.0, width: int = WIDTH) -> Iterator[str]:
+def log_lines(
+    events: Sequence[Event],
+    accounting: Accounting,
+    since: float = 0.0,
+    width: int = WIDTH,
+    findings: Sequence[Diagnosis] = (),
+) -> Iterator[str]:
     """The whole log from ``since`` on: days, events with what each cost, and the closing summary."""
     costs = costs_of(events, accounting)
     day = ""
@@ -57,7 +65,7 @@ def log_lines(events: Sequence[Event], accounting: Accounting, since: float = 0.
             yield day
         yield from entry_lines(event, costs.get(number), width)
     yield ""
-    yield from closing_summary(events, accounting)
+    yield from closing_summary(events, accounting, findings)
 
 
 def entry_lines(event: Event, cost: Interruption | None = None, width: int = WIDTH) -> list[str]:
@@ -86,11 +94,11 @@ def costs_of(events: Sequence[Event], accounting: Accounting) -> Mapping[int, In
 # -- the closing summary -----------------------------------------------------------------------------------------------
 
 
-def closing_summary(events: Sequence[Event], accounting: Accounting) -> list[str]:
-    """What a colleague wants to know who was not there."""
+def closing_summary(events: Sequence[Event], accounting: Accounting, findings: Sequence[Diagnosis] = ()) -> list[str]:
+    """What a colleague wants to know who was not there; ``findings``: the run's diagnosis, the first of it is told."""
     if not events:
         return ["nothing has happened yet"]
-    lines = [_headline(events, accounting), *_story(events), *time_lines(accounting)]
+    lines = [_headline(events, accounting), *_story(events), *map(in_one_line, findings[:1]), *time_lines(accounting)]
     return [printable(line) for line in lines]
 
 

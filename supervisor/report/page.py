@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from supervisor.journal import Continued, Event, RolledBack, RunCreated, VerdictSeen, WorkerLeft
+from supervisor.journal import Continued, Diagnosis, Event, RolledBack, RunCreated, VerdictSeen, WorkerLeft
 from supervisor.report.accounting import KINDS, MEANING, Accounting, Kind
 from supervisor.report.figures import (
     duration,
@@ -46,6 +46,8 @@ class Facts:
     accounting: Accounting
     health: Sequence[tuple[Manifest, Health]]
     now: float
+    findings: Sequence[Diagnosis] = ()
+    """The diagnosis, the most telling first."""
 
 
 def render(facts: Facts) -> str:
@@ -60,8 +62,11 @@ def render(facts: Facts) -> str:
         name=_text(facts.config.run.name),
         state=_text(state.state.replace("_", " ")),
         made=_text(f"as of {local_time(facts.now)}"),
-        summary="\n".join(f"<p>{_text(line)}</p>" for line in closing_summary(facts.events, facts.accounting)),
+        summary="\n".join(
+            f"<p>{_text(line)}</p>" for line in closing_summary(facts.events, facts.accounting, facts.findings)
+        ),
         log="\n".join(_log(facts)),
+        diagnosis="\n".join(_diagnosis(facts.findings)),
         time_bar="".join(_bar(facts.accounting)),
         time_rows="\n".join(_time_rows(facts.accounting)),
         attempts="\n".join(_attempts(facts)),
@@ -94,6 +99,11 @@ def without_secrets(config: Config) -> Config:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
+def _summary(facts: Facts) -> Iterator[str]:
+    for line in closing_summary(facts.events, facts.accounting, facts.findings):
+        yield f"<p>{_text(line)}</p>"
+
+
 def _log(facts: Facts) -> Iterator[str]:
     costs = costs_of(facts.events, facts.accounting)
     day = ""
@@ -118,6 +128,14 @@ def _step(step: int | None) -> str:
     if step is None:
         return "<span></span>"
     return f'<button type=button data-step={step} title="show it in the chart">step {step:,}</button>'
+
+
+def _diagnosis(findings: Sequence[Diagnosis]) -> Iterator[str]:
+    for one in findings:
+        evidence = "".join(f"<li>{_text(line)}</li>" for line in one.evidence)
+        tried = "" if one.next == "nothing" else f"<p>To try next: {_text(one.next)}</p>"
+        head = f"<h3>{_text(one.symptom)}</h3><p><strong>{_text(one.cause)}</strong> ({one.confidence})</p>"
+        yield f"<div>{head}<ul>{evidence}</ul>{tried}</div>"
 
 
 def _bar(accounting: Accounting) -> Iterator[str]:

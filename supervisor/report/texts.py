@@ -13,6 +13,7 @@ from supervisor.journal import (
     AttemptDecided,
     CancelIntended,
     Continued,
+    Diagnosis,
     Event,
     Finished,
     GaveUp,
@@ -183,11 +184,20 @@ def _where(where: str) -> str:
 
 def _of_rollback(event: RolledBack) -> Iterator[Detail]:
     yield "seen", _seen(event)
-    if not event.skip_batches and event.accept_level is None:  # else the policy's own words say it best
+    if event.diagnosis is not None:
+        yield from _of_diagnosis(event.diagnosis)
+    elif not event.skip_batches and event.accept_level is None:  # else the policy's own words say it best
         yield "believed", _BELIEFS.get(event.cause, _ANY_BELIEF).format(onset=event.onset_step)
     yield "done", _done(event)
     if event.reason:
         yield "because", event.reason
+
+
+def _of_diagnosis(said: Diagnosis) -> Iterator[Detail]:
+    """What was believed, how surely, and what speaks for it."""
+    yield "believed", f"{said.cause} ({said.confidence}): {said.symptom}"
+    for evidence in said.evidence:
+        yield "", evidence
 
 
 def _seen(event: RolledBack) -> str:
@@ -332,6 +342,8 @@ def _advice(event: Event) -> Iterator[Detail]:
     match event:
         case RolledBack() if event.cause == "rollback":
             return  # a person asked for it, and knows why
+        case RolledBack() if event.diagnosis is not None:
+            yield "try", f"if it comes again: {event.diagnosis.next}"
         case RolledBack() if event.skip_batches:
             yield "try", "look at the data of those batches; recovery.spike.skip says when they are left out"
         case Continued() if event.cause == "crash" and "killed by signal 9" in event.reason:

@@ -30,7 +30,7 @@ def status(args: argparse.Namespace) -> int:
         return OK
     show_standing(rows, args.run is not None, args.dir, sys.stdout)
     if args.run:
-        _warn_of_a_broken_history(found[0])
+        warn_of_a_broken_history(found[0])
     return OK
 
 
@@ -67,7 +67,7 @@ def log(args: argparse.Namespace) -> int:
         follow_log(run_dir, since, sys.stdout)
     else:
         show_log(run_dir, since, sys.stdout)
-        _warn_of_a_broken_history(run_dir)
+        warn_of_a_broken_history(run_dir)
     return OK
 
 
@@ -84,11 +84,12 @@ def report(args: argparse.Namespace) -> int:
     """Write one offline page: the curve with its rollbacks, where the time went, what was lost and saved."""
     run_dir = find_run(args.run, args.dir)
     print(printable(str(write_report(run_dir, args.output))))
-    _warn_of_a_broken_history(run_dir)
+    warn_of_a_broken_history(run_dir)
     return OK
 
 
-def _warn_of_a_broken_history(run_dir: RunDir) -> None:
+def warn_of_a_broken_history(run_dir: RunDir) -> None:
+    """Name the line of the history that cannot be read, where others follow it."""
     line = broken_line(run_dir.history)
     if line is not None:
         mend = "what follows is not counted here; each checkpoint has a copy of the file up to its step"

@@ -1,0 +1,41 @@
+"""A run's evidence as its files hold it, and what is believed of a verdict while it is answered."""
+
+from supervisor.diagnosis import explain
+from supervisor.evidence import Evidence
+from supervisor.journal import Diagnosis, read_journal
+from worker.contract import config as contract_config
+from worker.contract.data_report import DataReport
+from worker.contract.files import UnusableFileError, read_message
+from worker.contract.loss_history import read_history
+from worker.contract.run_dir import RunDir
+
+
+def read_evidence(run_dir: RunDir) -> Evidence:
+    """All that is known of a run; only reads.  UnusableFileError where its configuration, journal or history is
+    spoilt; what cannot be read of its data is not known."""
+    return Evidence(
+        config=contract_config.read(run_dir.config),
+        records=read_history(run_dir.history),
+        events=read_journal(run_dir.journal),
+        data=_data(run_dir),
+    )
+
+
+def _data(run_dir: RunDir) -> DataReport | None:
+    try:
+        return read_message(run_dir.data_report, DataReport)
+    except UnusableFileError:
+        return None
+
+
+def believed(run_dir: RunDir, attempt: int) -> Diagnosis | None:
+    """Why ``attempt`` went wrong, by the files as they were when it ended; None where that cannot be known.
+
+    Records of a later attempt may be there already, when a predecessor died over the answer: they are not looked at.
+    """
+    try:
+        known = read_evidence(run_dir)
+    except (UnusableFileError, OSError):
+        return None
+    then = [record for record in known.records if record.attempt <= attempt]
+    return explain(Evidence(known.config, then, known.events, known.data), attempt)

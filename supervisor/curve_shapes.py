@@ -1,0 +1,214 @@
+"""Symptoms of a run as a whole: each says with its figures what speaks for it; nothing, for none.  Pure."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final
+
+from supervisor.evidence import Evidence, is_nonfinite, is_scaler_skip, median_of
+from supervisor.journal import GaveUp, HangSeen, WorkerLeft
+from worker.contract.exit_report import Outcome
+from worker.contract.loss_history import Record
+
+Says = Sequence[str]
+
+_ENDLESS_SKIPS: Final = 8
+"""Steps that the scaler skips in a row; from 65,536 it finds its scale within a few."""
+_FEW: Final = 20
+_LONG: Final = 100
+"""Records that make a curve."""
+_STUCK: Final = 0.03
+"""Less than this share below where it began is no progress."""
+_LEAST_OF_SGD: Final = 1e-3
+"""At AdamW's rates SGD moves nothing."""
+_UNKNOWN_UNIFORM: Final = 10.4
+"""ln(32,000), where the vocabulary's size is the model's."""
+_REBOUND: Final = 1.08
+"""Times the best level; at 1.25 it is a verdict."""
+_NEARLY_NEW: Final = 0.5
+"""Of ln(vocabulary): a loss above that is one that still has all to learn."""
+_WAITING: Final = 0.2
+_SLOWER: Final = 0.7
+
+
+# -- numbers that are not finite ---------------------------------------------------------------------------------------
+
+
+def at_regular_distances(evidence: Evidence) -> Says:
+    """Steps that are not finite come back with the data: the same batch, or the same distance, again and again."""
+    odd = [one for one in evidence.records if is_nonfinite(one)]
+    first_of_streaks = [one for at, one in enumerate(odd) if at == 0 or one.step != odd[at - 1].step + 1]
+    at_one_place = () if evidence.config.data.shuffle else tuple(_same_place(first_of_streaks))
+    return at_one_place or tuple(_same_distance(first_of_streaks))
+
+
+def _same_place(odd: Sequence[Record]) -> Iterator[str]:
+    epochs: dict[int, set[int]] = {}
+    for one in odd:
+        if one.data is not None:
+            epochs.setdefault(one.data.batch, set()).add(one.data.epoch)
+    for batch, seen in epochs.items():
+        if len(seen) > 1:
+            yield f"batch {batch} was not finite in epochs {_listed(sorted(seen))}"
+
+
+def _same_distance(odd: Sequence[Record]) -> Iterator[str]:
+    """Three equal gaps in a row; or once in each of four epochs of data that are shuffled."""
+    steps = [one.step for one in odd]
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    is_regular = len(gaps) >= 3 and min(gaps[-3:]) > 1 and max(gaps[-3:]) - min(gaps[-3:]) <= 1
+    epochs = [one.data.epoch for one in odd if one.data is not None]
+    is_once_each = len(epochs) >= 4 and epochs == list(range(epochs[0], epochs[0] + len(epochs)))
+    if is_regular:
+        yield f"not finite at steps {_listed(steps[-4:])}: {gaps[-1]} steps apart each time"
+    elif is_once_each:
+        yield f"not finite once in each of the epochs {epochs[0]} to {epochs[-1]}, at steps {_listed(steps[-4:])}"
+
+
+def scale_only_falls(evidence: Evidence) -> Says:
+    """The fp16 scaler skips step after step and its scale falls and falls: not finite at any scale, so truly."""
+    branch = evidence.branch
+    skips = 0
+    while skips < len(branch) and is_scaler_skip(branch[-1 - skips]):
+        skips += 1
+    if skips < _ENDLESS_SKIPS:
+        return ()
+    first, last = branch[-skips], branch[-1]
+    before = branch[-skips - 1].loss_scale if skips < len(branch) else None
+    fell = f"from {before:g} to" if before is not None else "to"
+    return (
+        f"the last {skips} steps ({first.step} to {last.step}) were all skipped: nothing was learned in them",
+        f"the loss scale fell {fell} {last.loss_scale:.3g}, and a lower one did not help",
+    )
+
+
+def scaler_at_work(evidence: Evidence) -> Says:
+    """The fp16 scaler skipped single steps and went on: a false alarm."""
+    skipped = [one for one in evidence.branch if is_scaler_skip(one)]
+    if not skipped or scale_only_falls(evidence):
+        return ()
+    scales = [one.loss_scale for one in evidence.branch if one.loss_scale is not None]
+    between = f"; its scale was between {min(scales):g} and {max(scales):g}" if scales else ""
+    return (f"the fp16 scaler skipped {len(skipped)} of {len(evidence.branch)} steps, and went on{between}",)
+
+
+# -- how starts ended --------------------------------------------------------------------------------------------------
+
+
+def proof_failed(evidence: Evidence) -> Says:
+    """A start refused a checkpoint, because what it holds did not come out again."""
+    return tuple(
+        f"attempt {left.attempt}: {left.error.what} was {left.error.expected} and came out as {left.error.found}"
+        for left in evidence.refusals
+        if left.error is not None
+    )
+
+
+def ended_badly(evidence: Evidence) -> Says:
+    """The last start crashed, was refused, ran out of memory or hung, and nothing was trained since."""
+    ends = [event for event in evidence.events if isinstance(event, WorkerLeft | HangSeen)]
+    if not ends or (evidence.records and evidence.records[-1].attempt > ends[-1].attempt):
+        return ()
+    last = ends[-1]
+    if isinstance(last, HangSeen):
+        return (f"attempt {last.attempt}: {last.quiet_s:.0f} s without a sign in phase {last.phase}",)
+    if last in evidence.refusals or last.outcome not in (
+        Outcome.CRASHED,
+        Outcome.REFUSED,
+        Outcome.OUT_OF_MEMORY,
+        Outcome.VANISHED,
+    ):
+        return ()
+    error = f": {last.error.type}: {' '.join(last.error.message.split())[:300]}" if last.error is not None else ""
+    step = f" after step {last.step}" if last.step else " before its first step"
+    return (f"attempt {last.attempt} ended as {last.outcome.value.replace('_', ' ')}{step}{error}", *_gave_up(evidence))
+
+
+def _gave_up(evidence: Evidence) -> Says:
+    ended = [event for event in evidence.events if isinstance(event, GaveUp)]
+    return (f"the run gave up: {ended[-1].reason}",) if ended else ()
+
+
+# -- the shape of the curve --------------------------------------------------------------------------------------------
+
+
+def stuck_high(evidence: Evidence) -> Says:
+    """The loss is where it began."""
+    losses = _losses(evidence)
+    begun, now, whole = median_of(losses[:_FEW]), median_of(losses[-_FEW:]), _uniform_loss(evidence)
+    rules = evidence.config.training.optimizer
+    if len(losses) < _LONG or begun is None or now is None or not 0 < begun * (1 - _STUCK) <= now <= begun * _REBOUND:
+        return ()
+    is_hardly_trained = rules.name == "sgd" and (rules.learning_rate or 0.0) < _LEAST_OF_SGD
+    if now < _NEARLY_NEW * (whole or _UNKNOWN_UNIFORM) and not is_hardly_trained:
+        return ()
+    guess = f"; guessing among all tokens is {whole:.3g}" if whole is not None else ""
+    return (
+        f"the loss was {begun:.4g} at first and is {now:.4g} after {len(losses)} steps{guess}",
+        f"{rules.name} at {rules.learning_rate or 0:g}, weights in {evidence.config.model.dtype}",
+        *((f"trained on {evidence.data.train.said()}",) if evidence.data is not None else ()),
+    )
+
+
+def rebound(evidence: Evidence) -> Says:
+    """The loss had been lower for a while and rose again, by less than a verdict needs."""
+    losses = _losses(evidence)
+    if len(losses) < 3 * _LONG or evidence.verdicts:
+        return ()
+    levels = [median_of(losses[at : at + _LONG]) or math.inf for at in range(0, len(losses) - _LONG + 1, _FEW)]
+    best, now = min(levels), levels[-1]
+    if best <= 0 or now < best * _REBOUND:
+        return ()
+    at = [record for record in evidence.branch if record.loss is not None][levels.index(best) * _FEW].step
+    return (
+        f"the loss was {best:.4g} around step {at + _LONG // 2} and is {now:.4g} now, {now / best - 1:.0%} higher",
+        f"the schedule is {evidence.config.training.schedule.name}, the rate {evidence.branch[-1].lr or 0:.3g} now",
+    )
+
+
+def waits_for_data(evidence: Evidence) -> Says:
+    """A large share of the steps' time is spent waiting for data."""
+    recent = [one for one in evidence.branch[-5 * _LONG :] if one.data_wait_s is not None and one.step_s]
+    if len(recent) < _FEW:
+        return ()
+    waited, whole = sum(one.data_wait_s or 0.0 for one in recent), sum(one.step_s or 0.0 for one in recent)
+    if waited < _WAITING * whole:
+        return ()
+    workers = evidence.config.data.workers
+    return (f"{waited / whole:.0%} of a step is waiting for data ({waited / len(recent):.2g} s; {workers} workers)",)
+
+
+def slowed_down(evidence: Evidence) -> Says:
+    """Fewer tokens a second than the run had before."""
+    rates = [(one.step, one.tokens_per_s) for one in evidence.branch if one.tokens_per_s]
+    if len(rates) < 2 * _LONG:
+        return ()
+    levels = [median_of(rate for _, rate in rates[at : at + _LONG]) or 0.0 for at in range(0, len(rates), _LONG)]
+    full = levels[: len(rates) // _LONG]
+    best, now = max(full), median_of(rate for _, rate in rates[-_LONG:]) or 0.0
+    if now >= _SLOWER * best:
+        return ()
+    since = rates[full.index(best) * _LONG][0]
+    return (f"{now:,.0f} tokens a second now, {best:,.0f} from step {since} on", *_places(evidence))
+
+
+def _places(evidence: Evidence) -> Says:
+    """Where the run is now, and where it was before, as far as the journal says."""
+    nodes = [event.nodes for event in evidence.events if event.event == "JobSeen" and event.nodes]
+    if len(nodes) < 2 or nodes[-1] == nodes[0]:
+        return ()
+    return (f"it runs on {', '.join(nodes[-1])}, and began on {', '.join(nodes[0])}",)
+
+
+def _losses(evidence: Evidence) -> list[float]:
+    return [record.loss for record in evidence.branch if record.loss is not None]
+
+
+def _uniform_loss(evidence: Evidence) -> float | None:
+    """The loss of a model that knows nothing; None where the size of the vocabulary is not known here."""
+    vocabulary = (evidence.config.model.config or {}).get("vocab_size")
+    return math.log(vocabulary) if isinstance(vocabulary, int) and vocabulary > 1 else None
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(f"{number}" for number in numbers[:6]) + (", ..." if len(numbers) > 6 else "")

@@ -1,0 +1,181 @@
+"""What a diagnosis goes by: a run's history, journal, configuration and data, and each verdict with what led to it.
+
+Pure.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Final
+
+from supervisor.journal import Continued, Event, Plan, RolledBack, WorkerLeft
+from worker.contract.config import Config
+from worker.contract.data_report import DataReport
+from worker.contract.exit_report import Outcome
+from worker.contract.loss_history import ACTED, BatchPosition, Record, surviving
+
+WINDOW: Final = 50
+"""Records that say what was usual before an onset."""
+_SCALER_SAID: Final = "fp16 scaler skipped"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a run, as far as its files can be read; records in file order."""
+
+    config: Config
+    records: Sequence[Record] = ()
+    events: Sequence[Event] = ()
+    data: DataReport | None = None
+
+    @cached_property
+    def branch(self) -> list[Record]:
+        """The records that count."""
+        return surviving(self.records)
+
+    @cached_property
+    def verdicts(self) -> list["Incident"]:
+        """Every verdict with what led to it, the oldest first; one that is only observed is told once a streak."""
+        return list(_incidents(self))
+
+    @cached_property
+    def plans(self) -> dict[int, Plan]:
+        """What each attempt was begun with."""
+        return {event.attempt: event for event in self.events if isinstance(event, RolledBack | Continued)}
+
+    @cached_property
+    def refusals(self) -> list[WorkerLeft]:
+        """Starts that refused a checkpoint because what it holds did not come out again."""
+        left = [event for event in self.events if isinstance(event, WorkerLeft)]
+        return [one for one in left if one.outcome is Outcome.REFUSED and one.error and one.error.expected is not None]
+
+    @property
+    def max_steps(self) -> int | None:
+        """Optimizer steps of the whole run, None where neither the history nor the configuration says."""
+        starts = [record.start.max_steps for record in self.records if record.start is not None]
+        return starts[-1] if starts else self.config.training.max_steps
+
+    @property
+    def warmup_steps(self) -> float | None:
+        """Steps of the warmup; None where it is a share of an unknown number of steps."""
+        warmup = self.config.training.schedule.warmup
+        if warmup >= 1 or warmup == 0:
+            return warmup
+        return warmup * self.max_steps if self.max_steps is not None else None
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences an optimizer step."""
+        training = self.config.training
+        return training.batch_size * training.gradient_accumulation * self.config.cluster.world_size
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One verdict: the records of its streak, and those of the branch before its onset, the newest last."""
+
+    evidence: Evidence
+    streak: Sequence[Record]
+    before: Sequence[Record]
+    begun: Record | None
+    """The first record of the verdict's segment."""
+    earlier: Sequence["Incident"]
+
+    @property
+    def verdict(self) -> Record:
+        """The record that says it."""
+        return self.streak[-1]
+
+    @property
+    def kind(self) -> str:
+        return self.verdict.verdict
+
+    @property
+    def onset(self) -> int:
+        """The first step of the streak."""
+        return self.streak[0].step
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether numbers stopped being finite, and not only rose."""
+        return self.kind == "nonfinite"
+
+    @property
+    def batches(self) -> list[BatchPosition]:
+        """What the streak was trained on, as far as that is known."""
+        return [record.data for record in self.streak if record.data is not None]
+
+    @property
+    def usual(self) -> Sequence[Record]:
+        """The last records before the onset."""
+        return self.before[-WINDOW:]
+
+    @cached_property
+    def usual_loss(self) -> float | None:
+        """Median loss before the onset; None where nothing is known of it."""
+        return median_of(record.loss for record in self.usual)
+
+    @cached_property
+    def usual_norm(self) -> float | None:
+        """Median gradient norm before the onset, but for its last steps."""
+        return median_of(record.grad_norm for record in self.usual[:-5]) or median_of(r.grad_norm for r in self.usual)
+
+    @property
+    def lr(self) -> float | None:
+        """The rate applied at the onset."""
+        return self.streak[0].lr
+
+    @property
+    def peak(self) -> float | None:
+        """The peak of the rate in the verdict's attempt: as configured, times the scale; None where none is given."""
+        rate, plan = (
+            self.evidence.config.training.optimizer.learning_rate,
+            self.evidence.plans.get(self.verdict.attempt),
+        )
+        return rate if rate is None or plan is None else rate * plan.lr_scale
+
+    @property
+    def resumed_from(self) -> str | None:
+        """The checkpoint that the verdict's segment began from; None = from scratch, or not known."""
+        return self.begun.start.checkpoint if self.begun is not None and self.begun.start is not None else None
+
+    @property
+    def cause_of_attempt(self) -> str:
+        """Why the verdict's attempt was begun; empty where the journal does not say."""
+        plan = self.evidence.plans.get(self.verdict.attempt)
+        return plan.cause if plan is not None else ""
+
+
+def is_scaler_skip(record: Record) -> bool:
+    """Whether the fp16 scaler skipped this step, as is its way."""
+    return any(_SCALER_SAID in warning for warning in record.warnings or ())
+
+
+def is_nonfinite(record: Record) -> bool:
+    """Whether this step's numbers were not finite, and no scaler took care of it."""
+    return record.verdict in ("skipped", "nonfinite") and not is_scaler_skip(record)
+
+
+def median_of(numbers: Iterable[float | None]) -> float | None:
+    """The median of the known ones; None where there is none."""
+    known = [number for number in numbers if number is not None]
+    return median(known) if known else None
+
+
+def _incidents(evidence: Evidence) -> Iterator[Incident]:
+    branch: list[Record] = []
+    begun: Record | None = None
+    found: list[Incident] = []
+    for record in evidence.records:
+        while branch and branch[-1].step >= record.step:
+            branch.pop()
+        branch.append(record)
+        begun = record if record.start is not None else begun
+        is_told = bool(found) and record.observed and found[-1].onset == record.onset_step
+        if record.verdict not in ACTED or is_told:
+            continue
+        onset = record.onset_step if record.onset_step is not None else record.step
+        streak = [one for one in branch[-max(1, record.step - onset + 1) :] if one.step >= onset] or [record]
+        found.append(Incident(evidence, streak, branch[: -len(streak)], begun, tuple(found)))
+        yield found[-1]

@@ -1,0 +1,418 @@
+"""The table of symptoms: each row fires on what it is of, and not on its neighbour; a healthy run is called healthy."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from supervisor.diagnosis import HARMLESS, OF_VERDICTS, SHAPES, SPECIFIC, diagnose, explain
+from supervisor.evidence import Evidence
+from supervisor.journal import Continued, Diagnosis, Event, JobSeen, NodeStruck, RolledBack, WorkerLeft
+from supervisor.report.diagnosis_text import diagnosis_lines
+from tests.supervisor_room.stage import Stage, config
+from worker.contract.exit_report import PROOF_ERROR, ErrorDetail, Outcome
+from worker.contract.loss_history import BatchPosition, Probe, Record, Start
+
+STEPS = 1000
+SCALER = ("the fp16 scaler skipped this step",)
+
+
+def start(checkpoint: str | None = None, probe: float = 1.0, **versions: str) -> Start:
+    return Start(
+        checkpoint=checkpoint,
+        max_steps=STEPS,
+        lr=1.0,
+        lr_expected=1.0,
+        optimizer_steps=0,
+        rng_digests=("r",),
+        next_samples=(1,),
+        probe=Probe(expected=1.0 if checkpoint else None, found=probe),
+        versions=versions,
+    )
+
+
+def steps(first: int, last: int, attempt: int = 1, begun: Start | None = None, **fields: Any) -> list[Record]:
+    """Steps like each other, one batch each in epochs of 100; ``begun`` starts a segment. A field may be a function."""
+    made = []
+    for step in range(first, last + 1):
+        told = {name: value(step) if callable(value) else value for name, value in fields.items()}
+        plain = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-5, "tokens_per_s": 1000.0, "step_s": 1.0, "data_wait_s": 0.01}
+        made.append(
+            Record(
+                segment=attempt,
+                attempt=attempt,
+                restart=0,
+                step=step,
+                epoch=step / 100,
+                time=float(step),
+                data=BatchPosition(epoch=(step - 1) // 100, batch=(step - 1) % 100),
+                start=begun if step == first else None,
+                **plain | told,
+            )
+        )
+    return made
+
+
+def nonfinite(
+    step: int, attempt: int = 1, verdict: str = "nonfinite", loss: bool = True, **fields: Any
+) -> list[Record]:
+    begin = fields.pop("begun", None)
+    named = {"loss": "inf", "grad_norm": "nan"} if loss else {"grad_norm": "nan"}
+    odd = {"loss": None if loss else 2.0, "grad_norm": None, "nonfinite": named, "verdict": verdict, "onset_step": step}
+    return steps(step, step, attempt, begin, **odd | fields)
+
+
+def spike(onset: int, last: int, attempt: int = 1, begun: Start | None = None, **fields: Any) -> list[Record]:
+    odd: dict[str, Any] = {"loss": 9.0, "onset_step": onset, "level": 2.0, "grad_norm": 20.0}
+    streak = steps(onset, last, attempt, begun, verdict="pending", **odd | fields)
+    return [*streak[:-1], streak[-1].model_copy(update={"verdict": "spike"})]
+
+
+def of(
+    *records: Sequence[Record],
+    events: Sequence[Event] = (),
+    name: str = "adamw",
+    rate: float | None = 1e-5,
+    **given: Any,
+) -> Evidence:
+    """Evidence of a trained model that is trained further; ``given`` are sections, as ``training={...}``."""
+    optimizer = {"name": name, "learning_rate": rate}
+    training = {"max_steps": STEPS, "optimizer": optimizer, "batch_size": 32} | given.pop("training", {})
+    model = {"path": "m", "config": None} | given.pop("model", {})
+    settings = config(Path(), model=model, training=training, **given)
+    return Evidence(settings, [one for some in records for one in some], events)
+
+
+def begun(attempt: int, cause: str, scale: float = 1.0) -> Continued:
+    return Continued(attempt=attempt, cause=cause, where="new_job", lr_scale=scale)  # type: ignore[arg-type]
+
+
+FRESH = start()
+CALM = steps(1, 400, begun=FRESH)
+SCRATCH: dict[str, Any] = {"path": None, "config": {"model_type": "llama", "vocab_size": 256}}
+
+HISTORIES: dict[str, Callable[[], Evidence]] = {
+    "healthy": lambda: of(CALM),
+    "at the same batch": lambda: of(
+        CALM, spike(401, 403), steps(391, 400, 2, start("checkpoint-390"), lr=5e-6), spike(401, 403, 2, lr=5e-6)
+    ),
+    "not finite at regular distances": lambda: of(
+        CALM,
+        nonfinite(401, verdict="skipped"),
+        steps(402, 500),
+        nonfinite(501),
+        data={"shuffle": False},
+    ),
+    "infinite from one step to the next": lambda: of(CALM, nonfinite(401)),
+    "on one rank alone": lambda: of(
+        CALM,
+        nonfinite(401, loss=False, nonfinite_ranks=(3,)),
+        events=[NodeStruck(attempt=1, node="gpu7", evidence="")],
+        cluster={"gpus_per_node": 8},
+    ),
+    "after a resume that came out differently": lambda: of(
+        CALM, steps(401, 410, 2, start("checkpoint-400", probe=1.002)), spike(411, 413, 2)
+    ),
+    "at once after a resume": lambda: of(CALM, spike(401, 403, 2, start("checkpoint-400")), events=[begun(2, "crash")]),
+    "a proof that failed": lambda: of(CALM, events=[refusal(2), begun(3, "refused")]),
+    "before any update": lambda: of(nonfinite(1, begun=FRESH, lr=0.0)),
+    "not finite from the first steps": lambda: of(steps(1, 9, begun=FRESH), nonfinite(10)),
+    "above the optimizer's rate": lambda: of(CALM, spike(401, 403), name="lion", rate=2e-5),
+    "above the rate of the batch": lambda: of(CALM, spike(401, 403), rate=2e-4),
+    "soon after a short warmup": lambda: of(
+        steps(1, 30, begun=FRESH), spike(31, 33), training={"schedule": {"warmup": 5}}
+    ),
+    "the gradient norm first": lambda: of(
+        steps(1, 390, begun=FRESH), steps(391, 400, grad_norm=300.0), spike(401, 403)
+    ),
+    "not finite after hours": lambda: of(
+        steps(1, 396, begun=FRESH), steps(397, 400, grad_norm=lambda step: 2.0 ** (step - 396)), nonfinite(401)
+    ),
+    "the loss left its band": lambda: of(CALM, spike(401, 403)),
+    "not finite": lambda: of(steps(1, 150, begun=FRESH), nonfinite(151, loss=False)),
+    "the loss scale only falls": lambda: of(
+        CALM,
+        steps(401, 420, verdict="skipped", warnings=SCALER, loss_scale=lambda step: 2.0 ** (416 - step)),
+        training={"precision": "fp16"},
+    ),
+    "fp16 overflows that the scaler caught": lambda: of(
+        CALM,
+        steps(401, 402, verdict="skipped", warnings=SCALER, loss_scale=512.0),
+        steps(403, 500, loss_scale=512.0),
+        training={"precision": "fp16"},
+    ),
+    "stuck high": lambda: of(steps(1, 300, begun=FRESH, loss=5.5), model=SCRATCH, name="sgd", rate=2e-5),
+    "a rebound": lambda: of(steps(1, 400, begun=FRESH), steps(401, 800, loss=2.3)),
+    "slow: waiting for data": lambda: of(steps(1, 300, begun=FRESH, data_wait_s=0.4)),
+    "slower than before": lambda: of(
+        CALM,
+        steps(401, 600, tokens_per_s=500.0),
+        events=[JobSeen(job_id="1", state="RUNNING", nodes=(node,)) for node in ("n1", "n2")],
+    ),
+    "its last start ended badly": lambda: of(
+        events=[WorkerLeft(attempt=1, outcome=Outcome.CRASHED, error=ErrorDetail(type="E", message="boom"))]
+    ),
+    "nothing yet": lambda: of(),
+}
+
+
+def refusal(attempt: int) -> WorkerLeft:
+    error = ErrorDetail(type=PROOF_ERROR, message="no", what="probe loss", expected="1.0", found="2.0")
+    return WorkerLeft(attempt=attempt, outcome=Outcome.REFUSED, error=error)
+
+
+def symptoms(evidence: Evidence) -> list[str]:
+    return [one.symptom for one in diagnose(evidence)]
+
+
+@pytest.mark.parametrize("symptom", HISTORIES)
+def test_each_history_is_known_by_its_symptom_and_no_other(symptom: str) -> None:
+    found = symptoms(HISTORIES[symptom]())
+    is_harmless = symptom in {row.symptom for row in HARMLESS}
+    assert found == (["healthy", symptom] if is_harmless else [symptom])
+
+
+def test_every_row_of_the_table_has_its_history() -> None:
+    rows = [row.symptom for table in (OF_VERDICTS, SPECIFIC, SHAPES, HARMLESS) for row in table]
+    assert len(rows) == len(set(rows))
+    assert {*rows, "healthy", "nothing yet"} == HISTORIES.keys()
+
+
+@pytest.mark.parametrize("symptom", HISTORIES)
+def test_every_finding_has_its_figures_and_one_next_step(symptom: str) -> None:
+    for one in diagnose(HISTORIES[symptom]()):
+        assert one.evidence
+        assert all(line and "None" not in line for line in (*one.evidence, one.next, one.cause))
+        assert Diagnosis.model_validate_json(one.model_dump_json()) == one
+
+
+# -- neighbours that must not be taken for each other ------------------------------------------------------------------
+
+AGAIN = (CALM, spike(401, 403), steps(391, 400, 2, start("checkpoint-390"), lr=5e-6))
+
+
+@pytest.mark.parametrize(
+    ("name", "evidence", "is_not"),
+    [
+        ("other batches", of(*AGAIN, steps(401, 409, 2, lr=5e-6), spike(410, 412, 2, lr=5e-6)), "at the same batch"),
+        ("the same rate again", of(CALM, spike(401, 403), CALM[390:], spike(401, 403, 2)), "at the same batch"),
+        (
+            "it crept there again",
+            of(
+                *AGAIN[:2],
+                steps(391, 400, 2, start("checkpoint-390"), lr=5e-6, loss=lambda s: 2.0 + (s - 390) / 9),
+                spike(401, 403, 2, lr=5e-6),
+            ),
+            "at the same batch",
+        ),
+        (
+            "once is no distance",
+            of(CALM, nonfinite(401, verdict="skipped"), steps(402, 500)),
+            "not finite at regular distances",
+        ),
+        (
+            "a rollback to before it",
+            of(CALM, nonfinite(401), steps(391, 400, 2, start("checkpoint-390")), nonfinite(401, 2)),
+            "not finite at regular distances",
+        ),
+        ("grew before", HISTORIES["not finite after hours"](), "infinite from one step to the next"),
+        ("a gradient alone", of(CALM, nonfinite(401, loss=False)), "infinite from one step to the next"),
+        (
+            "all ranks",
+            of(CALM, nonfinite(401, nonfinite_ranks=(0, 1)), cluster={"gpus_per_node": 2}),
+            "on one rank alone",
+        ),
+        ("there is one rank", of(CALM, nonfinite(401, nonfinite_ranks=(0,))), "on one rank alone"),
+        (
+            "a rollback's own resume",
+            of(CALM, spike(401, 403, 2, start("checkpoint-400")), events=[begun(2, "spike", 0.5)]),
+            "at once after a resume",
+        ),
+        (
+            "long after the resume",
+            of(
+                CALM,
+                steps(401, 500, 2, start("checkpoint-400", probe=1.002)),
+                spike(501, 503, 2),
+                events=[begun(2, "crash")],
+            ),
+            "after a resume that came out differently",
+        ),
+        (
+            "refused for its data",
+            of(CALM, events=[WorkerLeft(attempt=1, outcome=Outcome.REFUSED)]),
+            "a proof that failed",
+        ),
+        ("updates were made", of(steps(1, 1, begun=FRESH), nonfinite(2)), "before any update"),
+        ("a long warmup", of(steps(1, 30, begun=FRESH), spike(31, 33)), "soon after a short warmup"),
+        ("long after it", of(CALM, spike(401, 403), training={"schedule": {"warmup": 5}}), "soon after a short warmup"),
+        ("Lion at its own rate", of(CALM, spike(401, 403), name="lion", rate=4e-6), "above the optimizer's rate"),
+        (
+            "adapters take more",
+            of(CALM, spike(401, 403), rate=1e-4, model={"lora": {"r": 8}}),
+            "above the rate of the batch",
+        ),
+        (
+            "norm and loss together",
+            of(steps(1, 390, begun=FRESH), steps(391, 400, grad_norm=300.0, loss=3.9), spike(401, 403)),
+            "the gradient norm first",
+        ),
+        ("healed by itself", HISTORIES["fp16 overflows that the scaler caught"](), "the loss scale only falls"),
+        (
+            "it learns, slowly",
+            of(steps(1, 300, begun=FRESH, loss=lambda s: 5.5 - s / 500), model=SCRATCH),
+            "stuck high",
+        ),
+        ("low and flat", of(steps(1, 300, begun=FRESH, loss=1.2)), "stuck high"),
+        ("noise", of(steps(1, 800, begun=FRESH, loss=lambda s: 2.0 + 0.3 * (s % 7) / 7)), "a rebound"),
+        (
+            "a step that waited once",
+            of(steps(1, 300, begun=FRESH, data_wait_s=lambda s: 9.0 if s == 7 else 0.0)),
+            "slow: waiting for data",
+        ),
+    ],
+)
+def test_a_neighbour_is_not_taken_for_it(name: str, evidence: Evidence, is_not: str) -> None:
+    assert is_not not in symptoms(evidence)
+
+
+def test_a_crash_that_training_went_on_after_is_over() -> None:
+    left = WorkerLeft(attempt=1, outcome=Outcome.CRASHED)
+    assert symptoms(of(CALM, events=[left])) == ["its last start ended badly"]
+    assert symptoms(of(CALM, steps(401, 500, 2, start("checkpoint-400")), events=[left])) == ["healthy"]
+
+
+def test_what_is_to_be_tried_goes_by_the_configuration() -> None:
+    def tried(evidence: Evidence) -> str:
+        return diagnose(evidence)[0].next
+
+    blown = (CALM, spike(401, 403))
+    assert tried(of(*blown, training={"max_grad_norm": None})) == "training.max_grad_norm: 1.0; clipping is off"
+    assert tried(of(*blown)) == "training.optimizer.learning_rate: 5e-06, half of it"
+    assert tried(of(*blown, name="lion", rate=2e-5)) == "training.optimizer.learning_rate: 4e-06, where lion begins"
+    assert tried(of(*blown, rate=2e-4)) == "training.optimizer.learning_rate: 2e-05"
+    sgd = HISTORIES["stuck high"]()
+    assert tried(sgd) == "training.optimizer.learning_rate: 0.01; sgd at 2e-05 hardly moves"
+    assert tried(HISTORIES["slow: waiting for data"]()) == "nothing"
+    assert diagnose(HISTORIES["slow: waiting for data"]())[1].next == "data.workers: 4"
+
+
+def test_other_software_after_a_resume_is_named() -> None:
+    before = steps(1, 400, begun=start(torch="2.9"))
+    after = spike(401, 403, 2, start("checkpoint-400", torch="2.13"))
+    [said] = diagnose(of(before, after, events=[begun(2, "crash")]))
+    assert said.evidence[-1] == "the software changed: torch 2.9 became 2.13"
+
+
+def test_the_newest_verdict_comes_first_and_a_cause_once() -> None:
+    hot = spike(401, 403)
+    later = steps(401, 600, 2, start("checkpoint-400"), lr=5e-6)
+    found = diagnose(of(CALM, hot, later, nonfinite(601, 2, lr=5e-6)))
+    assert [one.symptom for one in found] == ["infinite from one step to the next", "the loss left its band"]
+    twice = of(CALM, hot, later, spike(601, 603, 2), steps(601, 700, 3))
+    assert symptoms(twice) == ["the loss left its band"]
+
+
+def test_each_attempt_has_its_own_explanation() -> None:
+    evidence = HISTORIES["at the same batch"]()
+    said = [explain(evidence, attempt) for attempt in (1, 2, 3)]
+    assert [one and one.symptom for one in said] == ["the loss left its band", "at the same batch", None]
+    refused = explain(HISTORIES["a proof that failed"](), 2)
+    assert refused is not None
+    assert refused.symptom == "a proof that failed"
+
+
+def test_what_was_believed_is_in_the_journal_also_when_the_answer_was_begun_by_another(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.spike(38, onset=36)
+    [told] = [event for event in stage.events if isinstance(event, RolledBack)]
+    assert told.diagnosis is not None
+    assert (told.diagnosis.symptom, told.diagnosis.cure) == ("above the optimizer's rate", "tenth-rate")
+
+    lines = stage.run_dir.journal.read_text().splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if json.loads(line)["event"] == "RolledBack")
+    stage.train(60)
+    stage.run_dir.journal.write_text("".join(lines[:at]))
+    stage.start_supervisor()
+    stage.look()
+    [again] = [event for event in stage.events if isinstance(event, RolledBack)]
+    assert again.diagnosis == told.diagnosis
+
+
+def test_a_persons_rollback_needs_no_explanation_and_a_spoilt_history_stops_no_answer(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.run_dir.data_report.mkdir()  # a folder where a file should be
+    stage.settle()
+    [told] = [event for event in stage.events if isinstance(event, RolledBack)]
+    assert told.diagnosis is not None
+
+
+# -- never an exception, whatever a history holds ----------------------------------------------------------------------
+
+numbers = st.one_of(st.none(), st.sampled_from([0.0, 1e-300, 1e300, -1.0]), st.floats(0.1, 100.0))
+
+
+@st.composite
+def a_history(draw: st.DrawFn) -> list[Record]:
+    made, step, segment = [], 0, 1
+    for _ in range(draw(st.integers(0, 15))):
+        if draw(st.integers(0, 9)) == 0:
+            segment, step = segment + 1, draw(st.integers(0, step))
+        step += 1
+        verdict = draw(
+            st.sampled_from(["ok"] * 6 + ["skipped", "pending", "suspect", "spike", "divergence", "nonfinite"])
+        )
+        is_first = not made or made[-1].segment != segment
+        made.append(
+            Record(
+                segment=segment,
+                attempt=segment,
+                restart=0,
+                step=step,
+                epoch=0.0,
+                time=0.0,
+                loss=draw(numbers),
+                grad_norm=draw(numbers),
+                lr=draw(numbers),
+                loss_scale=draw(numbers),
+                tokens_per_s=draw(numbers),
+                step_s=draw(numbers),
+                data_wait_s=draw(numbers),
+                level=draw(numbers),
+                verdict=verdict,
+                onset_step=draw(st.one_of(st.none(), st.integers(1, max(1, step)))) if verdict != "ok" else None,
+                nonfinite={"loss": "nan"} if verdict == "nonfinite" else {},
+                warnings=SCALER if verdict == "skipped" and draw(st.booleans()) else None,
+                nonfinite_ranks=draw(st.one_of(st.none(), st.just((1,)))),
+                data=draw(
+                    st.one_of(st.none(), st.builds(BatchPosition, epoch=st.integers(0, 3), batch=st.integers(0, 9)))
+                ),
+                start=draw(st.one_of(st.none(), st.just(start("checkpoint-1")))) if is_first else None,
+            )
+        )
+    return made
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    a_history(),
+    st.sampled_from([of(), of(name="lion", rate=None), of(training={"max_grad_norm": None}), of(model=SCRATCH)]),
+)
+def test_no_history_whatever_makes_it_stumble(records: list[Record], evidence: Evidence) -> None:
+    known = replace(evidence, records=records)
+    found = diagnose(known)
+    assert found
+    assert list(diagnosis_lines(found, 80))
+    for attempt in range(1, 5):
+        explain(known, attempt)
