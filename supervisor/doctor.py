@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from slurm.commands import SchedulerError, is_configured, query
+from slurm.scheduler import SlurmScheduler
 
 _DISTRIBUTION: Final = "higgsfield-supervisor"
 _OLDEST_PYTHON: Final = (3, 11)
@@ -21,6 +22,7 @@ _MODULE_OF: Final = {"pyyaml": "yaml"}
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9_.-]+)\s*>=\s*([0-9.]+)")
 _LEAST_FREE_BYTES: Final = 2**30
 _ANSWER_WITHIN_S: Final = 30.0
+_ANSWERS: Final = "the controller answers"
 _SLURM_PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "scancel")
 _NETWORK: Final = re.compile(
     r"nfs|lustre|gpfs|beegfs|ceph|cifs|smb|afs|panfs|weka|orangefs|pvfs|gluster|9p|sshfs|virtiofs"
@@ -40,7 +42,7 @@ class CheckedItem:
 def examine(folder: Path) -> list[CheckedItem]:
     """What this machine has and lacks, with ``folder`` as the place of the runs; leaves nothing behind."""
     there = _nearest(folder.absolute())
-    return [_python(), _packages(), _transformers(), _names(), *_disk(there), *_slurm()]
+    return [_python(), _packages(), _transformers(), _names(), *_disk(there), *_slurm(there)]
 
 
 def _python() -> CheckedItem:
@@ -166,7 +168,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _slurm() -> Iterator[CheckedItem]:
+def _slurm(folder: Path) -> Iterator[CheckedItem]:
     found = [name for name in _SLURM_PROGRAMS if shutil.which(name)]
     lacking = [name for name in _SLURM_PROGRAMS if name not in found]
     if not found:
@@ -175,7 +177,12 @@ def _slurm() -> Iterator[CheckedItem]:
     if lacking:
         yield CheckedItem("slurm", False, f"{', '.join(lacking)} not found", "load the whole of Slurm's commands")
         return
-    yield _controller()
+    controller = _controller()
+    yield controller
+    if controller.message == _ANSWERS:
+        from supervisor.doctor_places import look_at_places  # here: it needs this module's items
+
+        yield from look_at_places(SlurmScheduler(), folder)
     found_sacct = shutil.which("sacct") is not None
     message = (
         "sacct found: where accounting runs, it tells who cancelled a job" if found_sacct else "no sacct: not needed"
@@ -190,4 +197,4 @@ def _controller() -> CheckedItem:
         query(["squeue", "--me", "--noheader"], timeout_s=_ANSWER_WITHIN_S)
     except SchedulerError as error:
         return CheckedItem("slurm", False, str(error), "look at `scontrol ping`, or set cluster.kind to local")
-    return CheckedItem("slurm", True, "the controller answers")
+    return CheckedItem("slurm", True, _ANSWERS)

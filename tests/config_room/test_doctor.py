@@ -117,7 +117,10 @@ def test_a_controller_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slurm
 def test_a_real_controller_answers(tmp_path: Path, on_slurm: Cluster) -> None:
-    assert looked_at(tmp_path)["slurm"].message == "the controller answers"
+    items = looked_at(tmp_path)
+    assert items["slurm"].message == "the controller answers"
+    assert items["supervisor's job"].ok, items["supervisor's job"]
+    assert items["submitting from nodes"].message == "every partition takes jobs from the nodes (AllocNodes)"
 
 
 def test_configuration_check_and_doctor_stay_light(tmp_path: Path) -> None:
