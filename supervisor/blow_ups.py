@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
+from supervisor.batches import as_skips, in_words
 from supervisor.evidence import Incident, median_of
 from supervisor.rate_rules import rate_rule, shares_of_warmup
 from supervisor.recipe_facts import Facts
@@ -22,6 +23,8 @@ _CALM_LOSS: Final = 1.3
 _HUNDREDS: Final = 100.0
 _FAR_NORM: Final = 10.0
 """A gradient norm in the hundreds, and so many times the usual, is a sign by itself."""
+_ONE_LEVEL: Final = 1.5
+"""Losses within this factor are one level."""
 _AT_ONCE: Final = 2
 """Steps after a resume within which only the resume itself is new."""
 _FIRST_STEPS: Final = 20
@@ -82,6 +85,26 @@ def suddenly_infinite(incident: Incident) -> Says:
     return (
         f"the loss is {first.nonfinite['loss']} at step {first.step}{batch}; a step before it was {_number(last.loss)}",
         f"gradient norm {_number(last.grad_norm)} then, {_number(incident.usual_norm)} as a rule: nothing announced it",
+    )
+
+
+def jumped(incident: Incident) -> Says:
+    """From one step to the next the loss is on another level and stays there, after calm steps, and the gradients grow
+    little: so it is where the batches are of another kind; a rate that is too high goes on growing."""
+    losses = [record.loss for record in incident.streak]
+    known = [loss for loss in losses if loss is not None and loss > 0]
+    usual, norm = incident.usual_loss, incident.usual_norm
+    if incident.is_nonfinite or len(known) < len(losses) or usual is None or norm is None or _was_creeping(incident):
+        return ()
+    highest = max((record.grad_norm for record in incident.streak if record.grad_norm is not None), default=None)
+    if highest is None or highest >= _FAR_NORM * norm or max(known) > _ONE_LEVEL * min(known):
+        return ()
+    batches = in_words(as_skips(incident.batches))
+    return (
+        f"loss {_number(known[0])} at step {incident.onset}, {_number(incident.before[-1].loss)} a step before, and no "
+        f"higher than {_number(max(known))} since",
+        f"gradient norm {_number(highest)} at most, {_number(norm)} as a rule",
+        *((f"trained on batches {batches}",) if batches else ()),
     )
 
 
@@ -254,7 +277,7 @@ def rose(incident: Incident) -> Says:
         return ()
     top = max((r.loss for r in incident.streak if r.loss is not None), default=None)
     level = incident.verdict.level if incident.verdict.level is not None else incident.usual_loss
-    times = f", {top / level:.1f} x the level {_number(level)}" if top is not None and level else ""
+    times = f", {top / level:.3g} x the level {_number(level)}" if top is not None and level else ""
     peak = incident.evidence.config.training.optimizer.learning_rate
     share = f" ({incident.lr / peak:.0%} of the configured peak)" if incident.lr is not None and peak else ""
     crept = ("gradient norm or loss were growing before",) if _was_creeping(incident) else ()

@@ -19,12 +19,15 @@ _LONG: Final = 100
 """Records that make a curve."""
 _STUCK: Final = 0.03
 """Less than this share below where it began is no progress."""
+_FLAT: Final = 1.08
 _LEAST_OF_SGD: Final = 1e-3
 """At AdamW's rates SGD moves nothing."""
 _UNKNOWN_UNIFORM: Final = 10.4
 """ln(32,000), where the vocabulary's size is the model's."""
-_REBOUND: Final = 1.08
+_REBOUND: Final = 1.15
 """Times the best level; at 1.25 it is a verdict."""
+_NOT_MINIMISED: Final = 0.02
+"""A loss that starts so near zero, as a policy gradient's does, says nothing of what is learned."""
 _NEARLY_NEW: Final = 0.5
 """Of ln(vocabulary): a loss above that is one that still has all to learn."""
 _WAITING: Final = 0.2
@@ -137,7 +140,13 @@ def stuck_high(evidence: Evidence) -> Says:
     losses = _losses(evidence)
     begun, now, whole = median_of(losses[:_FEW]), median_of(losses[-_FEW:]), _uniform_loss(evidence)
     rules = evidence.config.training.optimizer
-    if len(losses) < _LONG or begun is None or now is None or not 0 < begun * (1 - _STUCK) <= now <= begun * _REBOUND:
+    if (
+        evidence.verdicts
+        or len(losses) < _LONG
+        or begun is None
+        or now is None
+        or not 0 < begun * (1 - _STUCK) <= now <= begun * _FLAT
+    ):
         return ()
     is_hardly_trained = rules.name == "sgd" and (rules.learning_rate or 0.0) < _LEAST_OF_SGD
     if now < _NEARLY_NEW * (whole or _UNKNOWN_UNIFORM) and not is_hardly_trained:
@@ -153,15 +162,16 @@ def stuck_high(evidence: Evidence) -> Says:
 def rebound(evidence: Evidence) -> Says:
     """The loss had been lower for a while and rose again, by less than a verdict needs."""
     losses = _losses(evidence)
-    if len(losses) < 3 * _LONG or evidence.verdicts:
+    if len(losses) < 3 * _LONG or evidence.verdicts or abs(median_of(losses[:_FEW]) or 0.0) < _NOT_MINIMISED:
         return ()
-    levels = [median_of(losses[at : at + _LONG]) or math.inf for at in range(0, len(losses) - _LONG + 1, _FEW)]
+    span = max(_LONG, len(losses) // 10)  # a level of few noisy losses is low by chance
+    levels = [median_of(losses[at : at + span]) or math.inf for at in range(0, len(losses) - span + 1, _FEW)]
     best, now = min(levels), levels[-1]
     if best <= 0 or now < best * _REBOUND:
         return ()
     at = [record for record in evidence.branch if record.loss is not None][levels.index(best) * _FEW].step
     return (
-        f"the loss was {best:.4g} around step {at + _LONG // 2} and is {now:.4g} now, {now / best - 1:.0%} higher",
+        f"the loss was {best:.4g} around step {at + span // 2} and is {now:.4g} now, {now / best - 1:.0%} higher",
         f"the schedule is {evidence.config.training.schedule.name}, the rate {evidence.branch[-1].lr or 0:.3g} now",
     )
 

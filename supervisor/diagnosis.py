@@ -17,6 +17,7 @@ from supervisor.blow_ups import (
     at_once_after_resume,
     at_the_same_batch,
     before_any_update,
+    jumped,
     late_and_growing,
     norm_left_first,
     not_finite,
@@ -173,6 +174,10 @@ OF_VERDICTS: Final[Sequence[Row[Incident]]] = (
     ),
     Row(
         "infinite from one step to the next", "the data of that batch", "possible", suddenly_infinite,
+        _say(_LOOK_AT_BATCH), "without-batches",
+    ),
+    Row(
+        "another level from one step to the next", "the data of those batches", "possible", jumped,
         _say(_LOOK_AT_BATCH), "without-batches",
     ),
     Row(

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from supervisor.journal import Continued, Event, Finished, JobSeen, RolledBack, RunCreated, SegmentStarted, VerdictSeen
+from supervisor.journal import (
+    Continued,
+    Diagnosis,
+    Event,
+    Finished,
+    JobSeen,
+    RolledBack,
+    RunCreated,
+    SegmentStarted,
+    VerdictSeen,
+)
 from supervisor.report.page import Facts, render, without_secrets
 from supervisor.report.page_data import MOST_POINTS, chart_data, thinned
 from tests.report_room.stories import RECORDINGS, Story, a_start, long_records, one_spike, recorded
@@ -23,9 +33,9 @@ from worker.contract.manifest import Health
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>'\"&\x1b[2J"
 
 
-def page_of(story: Story, settings: Config, now: float = 0.0) -> str:
+def page_of(story: Story, settings: Config, now: float = 0.0, findings: Sequence[Diagnosis] = ()) -> str:
     graded = [(manifest(30), Health.HEALTHY), (manifest(40, attempt=2), Health.UNTESTED)]
-    return render(Facts(settings, story.events, story.records, story.accounting(now), graded, now))
+    return render(Facts(settings, story.events, story.records, story.accounting(now), graded, now, findings))
 
 
 def long_story(steps: int = 20_000) -> Story:
@@ -62,7 +72,9 @@ def test_what_comes_from_files_is_escaped(tmp_path: Path) -> None:
     events = [event.model_copy(update={"reason": EVIL}) for event in story.events]
     settings = config(tmp_path, cluster={"setup": (EVIL,), "environment": {"WANDB_API_KEY": "secret-1"}})
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": EVIL})})
-    page = page_of(Story(events, story.records), settings)
+    finding = Diagnosis(symptom=EVIL, cause=EVIL, confidence="likely", evidence=(EVIL, "batch 7"), next=EVIL)
+    page = page_of(Story(events, story.records), settings, findings=[finding])
+    assert "<li>batch 7</li>" in page.partition("Diagnosis</h2>")[2].partition("</section>")[0]
     assert page.count("<script") == 2
     assert "<img" not in page
     assert "secret-1" not in page

@@ -109,6 +109,7 @@ HISTORIES: dict[str, Callable[[], Evidence]] = {
         data={"shuffle": False},
     ),
     "infinite from one step to the next": lambda: of(CALM, nonfinite(401)),
+    "another level from one step to the next": lambda: of(CALM, spike(401, 403, grad_norm=5.0)),
     "on one rank alone": lambda: of(
         CALM,
         nonfinite(401, loss=False, nonfinite_ranks=(3,)),
@@ -221,6 +222,11 @@ AGAIN = (CALM, spike(401, 403), steps(391, 400, 2, start("checkpoint-390"), lr=5
             "not finite at regular distances",
         ),
         ("grew before", HISTORIES["not finite after hours"](), "infinite from one step to the next"),
+        (
+            "it goes on growing",
+            of(CALM, spike(401, 403, loss=lambda s: 3.0 ** (s - 399), grad_norm=5.0)),
+            "another level from one step to the next",
+        ),
         ("a gradient alone", of(CALM, nonfinite(401, loss=False)), "infinite from one step to the next"),
         (
             "all ranks",
