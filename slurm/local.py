@@ -24,7 +24,7 @@ class LocalScheduler:
     """Jobs are processes of this machine; all that is known about them is in the jobs/ folders it was given.
 
     One job of a name runs at a time in a folder, a later one is PENDING (singleton). Other than on Slurm a job is
-    never requeued or preempted: `start_now`, `change`, `release` and `requeue` have no effect, there are no
+    started once: `requeue` ends it as preempted, `start_now`, `change` and `release` have no effect, there are no
     reservations, and `restarts` stays 0. Node names to exclude are ignored: there is one node.
     """
 
@@ -102,7 +102,9 @@ class LocalScheduler:
         """No effect: nothing is ever held here."""
 
     def requeue(self, job_id: str) -> None:
-        """No effect: a job here is started once; submit a new one."""
+        """End it as a preemption without a queue does: SIGTERM now, SIGKILL after `kill_wait_s`, PREEMPTED for good."""
+        for _, record in self._of(job_id):
+            processes.signal_process(record.process, local_record.PREEMPT)
 
     def reservations(self) -> list[Reservation]:
         """None, ever."""

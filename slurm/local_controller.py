@@ -31,14 +31,19 @@ class JobController(Controller):
         super().__init__(folder)
         self.record = record
         self.cancelled = False
+        self.preempted = False
         self.timed_out = False
         self._warned = False
         self._kill_at: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_cancel)
+        signal.signal(local_record.PREEMPT, self._note_preemption)
 
     def _note_cancel(self, _number: int, _frame: FrameType | None) -> None:
         self.cancelled = True
+
+    def _note_preemption(self, _number: int, _frame: FrameType | None) -> None:
+        self.preempted = True
 
     def run_job(self) -> None:
         """Wait for the job's turn, run it, and leave how it ended in its record."""
@@ -55,12 +60,12 @@ class JobController(Controller):
         return self._end([task.returncode for task in self.tasks])
 
     def _enforce(self, now: float) -> None:
-        """Carry out a cancellation or the time limit, each with time to save before the kill."""
+        """Carry out a cancellation, a preemption or the time limit, each with time to save before the kill."""
         if self._kill_at is not None:
             if now >= self._kill_at:
                 processes.signal_members(self.record.process, signal.SIGKILL)
-        elif self.cancelled or self._limit_reached(now, 0):
-            self.timed_out = not self.cancelled
+        elif self.cancelled or self.preempted or self._limit_reached(now, 0):
+            self.timed_out = not self.cancelled and not self.preempted
             self._kill_at = now + self.record.kill_wait_s
             processes.signal_members(self.record.process, signal.SIGTERM)
         elif not self._warned and self._limit_reached(now, self.record.warn_before_s):
@@ -79,6 +84,8 @@ class JobController(Controller):
     def _outcome(self, bad: list[int]) -> JobState:
         if self.cancelled:
             return JobState.CANCELLED
+        if self.preempted:
+            return JobState.PREEMPTED
         if self.timed_out:
             return JobState.TIMEOUT
         return JobState.FAILED if bad else JobState.COMPLETED

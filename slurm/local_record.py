@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from pathlib import Path
 from slurm.commands import SchedulerError
 from slurm.job import JobState
 from slurm.processes import Process, boot_id, is_alive, session_members
+
+PREEMPT = signal.SIGUSR1
+"""Tells a job's controller to end it as preempted."""
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,7 @@ def _directive(run: SupervisedRun, plan: Plan, number: int) -> Directive:
         reset_moments=plan.reset_moments,
         rewarm_steps=plan.rewarm_steps,
         reset_from=plan.reset_from,
+        rehearse=run.state.rehearse,
         cause=plan.cause,
         reason=plan.reason,
         time=run.clock(),

@@ -99,6 +99,18 @@ def _notify(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--notify", type=Path, metavar="CONFIG", help="send a test to what its `notify` names")
 
 
+def _rehearse(of_verb: argparse.ArgumentParser) -> None:
+    of_verb.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="KIND@STEP",
+        help="spike, preempt, kill, hang, torn-save or supervisor; may be given again (default: each, from 40 to 140)",
+    )
+    of_verb.add_argument("--learning-rate", metavar="RATES", help="compare rates instead: 1e-5,2e-5,5e-5")
+    of_verb.add_argument("--steps", type=int, metavar="N", help="how long it is (rates: 100)")
+
+
 def _detect(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a loss log")
     of_verb.add_argument("--set", action="append", default=[], metavar="spike.KEY=VALUE", help="a detector's setting")
@@ -121,6 +133,7 @@ _ARGUMENTS: Final[Mapping[str, Sequence[Callable[[argparse.ArgumentParser], None
     "run": (_config_or_all, _once),
     "submit": (_config,),
     "check": (_config, _json, _strict),
+    "rehearse": (_config, _json, _rehearse),
     "detect": (_detect, _json),
     "status": (_run_or_all, _json),
     "watch": (_run,),

@@ -22,6 +22,7 @@ from supervisor.verbs.exits import HELD, INTERRUPTED, OK, UNFORESEEN, WRONG_INPU
 from supervisor.verbs.going import resume, run, stop, submit
 from supervisor.verbs.levers import pin, rollback
 from supervisor.verbs.looking import doctor, log, report, status, watch
+from supervisor.verbs.rehearsing import rehearse
 from supervisor.verbs.trying import check, detect, infer
 from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
@@ -52,6 +53,7 @@ VERBS: Final = (
     run,
     submit,
     check,
+    rehearse,
     detect,
     status,
     watch,

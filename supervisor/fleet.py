@@ -200,7 +200,8 @@ class Fleet:
         if not is_run(run_dir.path):
             return
         stamp = _stamp(run_dir.path)
-        if read_state(run_dir).is_over:
+        state = read_state(run_dir)
+        if state.is_over or state.rehearse is not None:  # whoever rehearses supervises, and kills what supervises
             self._aside[name] = _Aside(stamp, float("inf"))
             return
         if not self._is_free(name, run_dir):

@@ -15,6 +15,7 @@ from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import Message, UnusableFileError, append_line, encode
 from worker.contract.loss_history import BatchPosition, Start
 from worker.contract.pulse import Phase
+from worker.contract.rehearsal import Fault
 
 Where = Literal["same_allocation", "requeued", "new_job"]
 Cure = Literal["again", "smallest-batch", "fp32", "adamw", "tenth-rate", "without-batches"]
@@ -35,6 +36,8 @@ class RunCreated(EventBase):
     run_id: str
     config_digest: str
     versions: dict[str, str]
+    rehearse: tuple[Fault, ...] | None = None
+    """The faults of a rehearsal; None = the run is none."""
 
 
 class SupervisorStarted(EventBase):

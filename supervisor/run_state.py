@@ -41,6 +41,7 @@ from supervisor.journal import (
     WouldHaveDone,
 )
 from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.rehearsal import Fault
 
 State = Literal["created", "queued", "starting", "training", "recovering", "stopping", "finished", "stopped", "gave_up"]
 OVER: frozenset[State] = frozenset({"finished", "stopped", "gave_up"})
@@ -68,6 +69,8 @@ class RunState:
     reason: str = ""
     """The last reason given, for a person."""
     run_id: str = ""
+    rehearse: tuple[Fault, ...] | None = None
+    """The faults that are thrown into it; None = it is no rehearsal."""
     attempt: int = 0
     term: int = 0
     awaits_attempt: bool = True
@@ -226,7 +229,8 @@ def _count_busy(run: RunState, event: Event) -> RunState:
 def _apply(run: RunState, event: Event) -> RunState:
     match event:
         case RunCreated():
-            return replace(run, run_id=event.run_id, job_name=f"hf-{event.run_id[:8]}", since=event.time)
+            name = f"hf-{event.run_id[:8]}"
+            return replace(run, run_id=event.run_id, job_name=name, since=event.time, rehearse=event.rehearse)
         case SupervisorStarted():
             return replace(run, term=event.term)
         case AttemptDecided():

@@ -23,6 +23,7 @@ from worker.contract.config import Config, config_digest
 from worker.contract.files import UnusableFileError, append_line, encode
 from worker.contract.loss_history import HistoryReader, Record, recent_records, surviving
 from worker.contract.manifest import complete_checkpoints, health
+from worker.contract.rehearsal import Fault
 from worker.contract.run_dir import RunDir
 
 _FOLDERS = ("checkpoints", "attempts", "quarantine", "logs")
@@ -52,17 +53,18 @@ class RunError(Exception):
     """A run that cannot be made, found or read; the message is one line for a person."""
 
 
-def open_or_create(config: Config, *, may_change: bool = False) -> RunDir:
+def open_or_create(config: Config, *, may_change: bool = False, rehearse: tuple[Fault, ...] | None = None) -> RunDir:
     """The run's folder: a new one, made whole or not at all, or the one that is there with the same configuration.
 
     With ``may_change``, a run that was stopped or gave up may differ in keys that leave the training as it is.
+    ``rehearse``: a new run is a rehearsal with these faults.
     """
     run_dir = RunDir(Path(config.run.dir) / config.run.name)
     if run_dir.path.exists():
         _check_same(run_dir, config, may_change=may_change)
         return run_dir
     try:
-        _create(run_dir, config)
+        _create(run_dir, config, rehearse)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and run_dir.config.exists():
             _check_same(run_dir, config)  # somebody else made it at the same moment
@@ -122,7 +124,7 @@ def _differences(left: dict[str, Any], right: dict[str, Any], prefix: str = "") 
     return found
 
 
-def _create(run_dir: RunDir, config: Config) -> None:
+def _create(run_dir: RunDir, config: Config, rehearse: tuple[Fault, ...] | None) -> None:
     run_dir.path.parent.mkdir(parents=True, exist_ok=True)
     making = RunDir(run_dir.path.with_name(f".tmp-{run_dir.path.name}-{secrets.token_hex(4)}"))
     try:
@@ -137,6 +139,7 @@ def _create(run_dir: RunDir, config: Config) -> None:
             run_id=secrets.token_hex(8),
             config_digest=config_digest(config),
             versions=_versions(),
+            rehearse=rehearse,
         )
         append_line(making.journal, encode({"event": "RunCreated"} | created.model_dump(mode="json")))
         making.path.rename(run_dir.path)

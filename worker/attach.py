@@ -31,6 +31,7 @@ from worker.order import EpochOrder
 from worker.publish import publish_if_best
 from worker.pulse import Heart
 from worker.rates import configured_rates
+from worker.rehearsal import rehearse
 from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_what_cannot_repeat
 from worker.saving import save_checkpoint
 from worker.segment import Segment
@@ -86,6 +87,8 @@ def attach(trainer: Trainer, context: Context) -> Attached:
         _take_over_files(attached, (unguarded,) if unguarded else ())
     args.logging_nan_inf_filter = False
     args.save_total_limit = None
+    if context.directive.rehearse:
+        rehearse(attached, context.directive.rehearse)  # first: within our own save lies the Trainer's
     trainer.add_callback(StepsCallback(attached))
     return attached
 

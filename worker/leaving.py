@@ -3,6 +3,8 @@
 import traceback
 from typing import ClassVar
 
+import torch
+
 from worker.contract.exit_report import TRACEBACK_LINES, ErrorDetail, Outcome
 
 
@@ -42,6 +44,11 @@ class AskedToLeaveError(LeavingError):
 
 class AlreadyTrainedError(Exception):
     """The checkpoint that was restored is the one after the last step: nothing is left but to publish."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a device or on the host."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def detail_of(error: BaseException) -> ErrorDetail:

@@ -22,6 +22,19 @@ def events_file(cgroup: str, root: Path = _CGROUPS) -> Path | None:
     return root / groups[""].lstrip("/") / "memory.events" if "" in groups else None
 
 
+def free_bytes_of_group() -> int | None:
+    """What our control group may still take; None where nobody limits it."""
+    try:
+        file = events_file(Path("/proc/self/cgroup").read_text(encoding="utf-8"))
+        names = ("memory.max", "memory.current")
+        if file is None or file.name != "memory.events":
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        most, taken = (int((file or _CGROUPS).with_name(name).read_text(encoding="utf-8")) for name in names)
+    except (OSError, ValueError):  # "max": there is no limit
+        return None
+    return max(0, most - taken)
+
+
 def has_more_kills(before: int | None, now: int | None) -> bool:
     """Whether a process of the group was killed in between; no where nobody counts."""
     return before is not None and now is not None and now > before

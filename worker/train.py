@@ -31,7 +31,8 @@ from worker.contract.run_dir import RunDir
 from worker.data import TrainingData
 from worker.documents import DataError
 from worker.ema import EmaError
-from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of
+from worker.largest_batch import measure_memory
+from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of, is_out_of_memory
 from worker.log_lines import LogLines
 from worker.models import ModelError
 from worker.own_script import ScriptContext, find_script
@@ -76,7 +77,7 @@ def exit_code_of(error: BaseException) -> int:
         return EXIT_CODE_OF_OUTCOME[error.outcome]
     if isinstance(error, FencedError):
         return EXIT_CODE_OF_OUTCOME[Outcome.FENCED]
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return EXIT_CODE_OF_OUTCOME[Outcome.OUT_OF_MEMORY]
     return EXIT_CODE_OF_OUTCOME[Outcome.REFUSED] if isinstance(error, _BAD_INPUT) else _CRASHED
 
@@ -121,9 +122,12 @@ def train(run: RunDir, start: Start, progress: Progress) -> None:
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
     context = Context(run, start, directive, config, "", chosen)
     if config.training.entrypoint is None:
-        publish_final(_train_as_configured(context, progress, lambda: heart.beat("starting", 0)))
+        attached = _train_as_configured(context, progress, lambda: heart.beat("starting", 0))
     else:
-        publish_final(_train_as_scripted(context, config.training.entrypoint, progress))
+        attached = _train_as_scripted(context, config.training.entrypoint, progress)
+    publish_final(attached)
+    if directive.rehearse:
+        measure_memory(attached)
 
 
 def _train_as_configured(context: Context, progress: Progress, alive: Callable[[], None]) -> Attached:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             raise RunError("--set changes one CONFIG; the runs under --all keep the configuration that they have")
         return run_all(args.all, once=args.once)
     config = load_config(args.config, args.set)
-    odd = _ask_before_creating(args, config, with_supervisor=False)
+    odd = ask_before_creating(args, config, with_supervisor=False)
     run_dir = open_or_create(config)
     _say_what_is_odd(odd)
     try:
@@ -54,7 +54,7 @@ def submit(args: argparse.Namespace) -> int:
     if config.supervisor.place == "foreground" and fleet is None:
         mend = "start it with `higgsfield run`, or set supervisor.place to job or embedded"
         raise RunError(f"{args.config}: supervisor.place is foreground; {mend}")
-    odd = _ask_before_creating(args, config, with_supervisor=fleet is None and config.supervisor.place == "job")
+    odd = ask_before_creating(args, config, with_supervisor=fleet is None and config.supervisor.place == "job")
     run_dir = open_or_create(config, may_change=True)
     _say_what_is_odd(odd)
     scheduler = choose(config.cluster.kind, run_dir.jobs)
@@ -146,7 +146,7 @@ def _say_that_it_goes_on(run_dir: RunDir) -> int:
     return INTERRUPTED
 
 
-def _ask_before_creating(args: argparse.Namespace, config: Config, *, with_supervisor: bool) -> list[Finding]:
+def ask_before_creating(args: argparse.Namespace, config: Config, *, with_supervisor: bool) -> list[Finding]:
     """Ask the scheduler's opinion of a new run's jobs, so that no folder is made for jobs that it would refuse.
 
     Returns what is odd about the recipe of a new run, as far as that is known at once.

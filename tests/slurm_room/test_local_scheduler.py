@@ -110,6 +110,17 @@ def test_the_entry_owns_the_signals_and_cancel_waits_before_it_kills(scheduler: 
     assert scheduler.cancelled_by(job_id)
 
 
+def test_a_requeue_ends_it_as_a_preemption_does(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    job_id = scheduler.submit(request(tmp_path, "note_signals"))
+    noted(tmp_path, "started", job_id)
+    scheduler.requeue(job_id)
+    assert noted(tmp_path, "signals", job_id) == ["SIGTERM"]
+    assert ended(scheduler, job_id) is JobState.PREEMPTED
+    assert scheduler.cancelled_by(job_id) is None
+    scheduler.requeue(job_id)
+    assert scheduler.look([job_id])[job_id].state is JobState.PREEMPTED
+
+
 def test_the_time_limit_warns_and_then_ends(scheduler: LocalScheduler, tmp_path: Path) -> None:
     job = request(tmp_path, "note_signals", time_limit="00:00:03")
     job_id = scheduler.submit(replace(job, signal="USR2@2"))

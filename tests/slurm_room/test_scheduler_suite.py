@@ -220,7 +220,7 @@ def test_nothing_is_reserved(backend: Backend) -> None:
 
 def test_requeue_puts_a_job_back_and_start_now_starts_it(backend: Backend) -> None:
     if backend.kind == "local":
-        pytest.skip("the stand-in starts a job once, and says so")
+        pytest.skip("the stand-in starts a job once: this ends it")
     job_id = backend.submit(backend.request())
     backend.running(job_id)
     backend.scheduler.requeue(job_id)

@@ -96,6 +96,13 @@ def test_every_run_gets_its_job_and_all_of_them_one_query(stage: Stage) -> None:
     assert len(stage.scheduler.calls) == calls + 2  # squeue, and sinfo for their nodes
 
 
+def test_a_rehearsal_is_left_to_whoever_rehearses(stage: Stage) -> None:
+    run = open_or_create(config(stage.runs, run={"name": "a", "dir": str(stage.runs)}), rehearse=())
+    stage.passes()
+    assert stage.names(run) == ["RunCreated"]
+    assert is_free(run)
+
+
 def test_a_job_that_waits_long_is_asked_about_seldom(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     run = stage.add("a")
     stage.passes()

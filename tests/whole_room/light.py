@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job import JobRequest
-from supervisor import actions, cli, job_request, place
+from supervisor import actions, cli, job_request, place, rehearse
 from supervisor.verbs import going
 from tests.supervisor_room.stage import manifest
 from worker import agent
@@ -38,14 +38,18 @@ STEP_S, SAVE_S, LAST_SAVE_S, REQUEUE = "LIGHT_STEP_S", "LIGHT_SAVE_S", "LIGHT_LA
 
 
 def main() -> int:
-    """The command, whose worker's jobs run this module's agent."""
+    """The command, whose worker's jobs run this module's agent; or, of a run's folder, a rehearsal's supervisor."""
     lighten()
+    if Path(sys.argv[1]).is_dir():
+        rehearse.main()
+        return 0
     return cli.main(sys.argv[1:])
 
 
 def lighten() -> None:
     """Have this process submit jobs that run this module's agent and supervisor."""
     actions.worker_request = light_request
+    rehearse.SUPERVISOR = "tests.whole_room.light"
     going.supervisor_request = place.supervisor_request = light_supervisor_request
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from worker.contract.files import Message, publish_message, read_message
+from worker.contract.rehearsal import Fault
 
 Cause = Literal[
     "first",
@@ -61,6 +62,7 @@ class Directive(Message):
     reset_moments: bool = False
     rewarm_steps: int | None = None
     reset_from: int | None = None
+    rehearse: tuple[Fault, ...] | None = None
     cause: Cause
     reason: str
     time: float

@@ -112,6 +112,10 @@ class RunDir:
         return self.path / "report.html"
 
     @property
+    def rehearsal(self) -> Path:
+        return self.path / "rehearsal"
+
+    @property
     def jobs(self) -> Path:
         return self.path / "jobs"
 
@@ -160,6 +164,12 @@ class RunDir:
         """Restart counts of ``attempt`` that left a folder, in ascending order."""
         names = (entry.name for entry in _entries(self.attempt(attempt)))
         return sorted(int(name[1:]) for name in names if re.fullmatch(r"r[0-9]+", name))
+
+    def fault(self, name: str) -> Path:
+        return self.rehearsal / f"{name}.json"
+
+    def memory(self, rank: int) -> Path:
+        return self.rehearsal / f"memory-rank-{rank}.json"
 
     def staged(self, attempt: int, restart: int, step: int) -> Path:
         """Where a checkpoint is written before it is published."""
