@@ -11,6 +11,7 @@ from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
 
 _WARNING_S: Final = 120
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 def worker_request(
@@ -92,7 +93,7 @@ def _worker_resources(cluster: ClusterConfig) -> Resources:
         nodelist=cluster.nodelist,
         exclude=cluster.exclude,
         setup=cluster.setup,
-        environment=cluster.environment,
+        environment=(_OFFLINE if cluster.offline else {}) | cluster.environment,
         python=cluster.python,
         srun=cluster.srun,
         container=cluster.container,

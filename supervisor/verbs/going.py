@@ -11,6 +11,7 @@ from slurm.scheduler import LocalScheduler, choose
 from supervisor.check import short_warnings
 from supervisor.config import Finding, load_config, writer_of_keys
 from supervisor.fleet import fleet_supervisor
+from supervisor.hub import fetch_from_hub
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
@@ -162,6 +163,8 @@ def ask_before_creating(args: argparse.Namespace, config: Config, *, with_superv
     scheduler.test_only(worker)
     if with_supervisor:
         scheduler.test_only(supervisor_request(config, run_dir, "hs-00000000"))
+    if config.cluster.offline:
+        fetch_from_hub(config)
     return short_warnings(config, str(args.config), writer_of_keys(args.config, args.set), scheduler)
 
 

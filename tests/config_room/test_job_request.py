@@ -43,6 +43,7 @@ def test_every_cluster_key_reaches_the_worker_s_job(folder: Path) -> None:
         "setup": "[module load x]",
         "srun": "[--mpi=none]",
         "sbatch": "{exclusive: true}",
+        "offline": "true",
     }
     plain = worker_request(configured("cluster.kind=slurm"), RUN, "hf-0", 1)
     for key in ClusterConfig.model_fields.keys() - {"kind", "min_time", "fallback"}:

@@ -57,6 +57,8 @@ class ClusterConfig(Section):
     container: str | None = None
     """Words before the interpreter, such as ``apptainer exec --nv image.sif``; pyxis takes
     ``--container-image=image.sqsh`` in ``srun``."""
+    offline: bool = False
+    """Nodes have no way out: what the hub has is fetched where the run is made, and the worker asks it for nothing."""
     mail_user: str | None = None
     """Whom Slurm itself mails when a job of the run ends, fails or is put back into the queue."""
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict)
