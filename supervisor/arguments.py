@@ -68,6 +68,15 @@ def _dir(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
 
 
+def _adopt(of_verb: argparse.ArgumentParser) -> None:
+    of_verb.add_argument("folder", type=Path, metavar="FOLDER", help="what a Trainer wrote: checkpoint-N in it")
+    of_verb.add_argument("--config", type=Path, required=True, metavar="CONFIG", help="the new run's YAML file")
+    of_verb.add_argument(
+        "--sbatch", type=Path, metavar="FILE", help="a batch script whose #SBATCH options it takes over"
+    )
+    of_verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of CONFIG")
+
+
 def _json(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--json", action="store_true")
 
@@ -132,6 +141,7 @@ def _sampling(of_verb: argparse.ArgumentParser) -> None:
 _ARGUMENTS: Final[Mapping[str, Sequence[Callable[[argparse.ArgumentParser], None]]]] = {
     "run": (_config_or_all, _once),
     "submit": (_config,),
+    "adopt": (_adopt,),
     "check": (_config, _json, _strict),
     "rehearse": (_config, _json, _rehearse),
     "detect": (_detect, _json),

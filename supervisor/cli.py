@@ -19,7 +19,7 @@ from supervisor.run_state import RunState
 from supervisor.runs import RunError
 from supervisor.verbs.diagnosing import diagnose
 from supervisor.verbs.exits import HELD, INTERRUPTED, OK, UNFORESEEN, WRONG_INPUT, complain, exit_code_of
-from supervisor.verbs.going import resume, run, stop, submit
+from supervisor.verbs.going import adopt, resume, run, stop, submit
 from supervisor.verbs.levers import pin, rollback
 from supervisor.verbs.looking import doctor, log, report, status, watch
 from supervisor.verbs.rehearsing import rehearse
@@ -52,6 +52,7 @@ def _supervise_in_job(folder: RunDir, act: Callable[[RunDir], RunState | None]) 
 VERBS: Final = (
     run,
     submit,
+    adopt,
     check,
     rehearse,
     detect,

@@ -337,7 +337,7 @@ def _unseen_verdict(run: RunState, seen: Observation) -> Record | None:
     if seen.last.is_acted:
         return seen.last if seen.last.attempt == run.attempt else None
     told = run.observed.onset_step if run.observed is not None else 0
-    fresh = (each for each in seen.branch if each.observed and each.attempt == run.attempt)
+    fresh = (each for each in seen.branch if each.observed and each.attempt == run.attempt and not each.adopted)
     return next((each for each in fresh if each.verdict in ACTED and onset_of(each) > told), None)
 
 

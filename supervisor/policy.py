@@ -127,7 +127,10 @@ _ANSWERS: Final = {
 
 def _first_attempt(run: RunState, seen: Observation) -> Decision:
     """The first attempt ever, or the first after a person's resume."""
+    newest = seen.manifests[-1] if seen.manifests else None
+    if run.attempt == 0 and newest is not None and newest.adopted:
+        reason = f"the run goes on from checkpoint-{newest.step}, which it has adopted"
+        return Begin(plan_attempt(run, seen, "adopted", newest, 1.0, reason))
     if run.attempt == 0:
         return Begin(AttemptDecided(attempt=1, cause="first", where="new_job", reason="the run begins"))
-    newest = seen.manifests[-1] if seen.manifests else None
     return Begin(plan_attempt(run, seen, "resumed", newest, run_scale(run), "a person asked for the run to go on"))

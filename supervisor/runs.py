@@ -8,7 +8,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def open_or_create(config: Config, *, may_change: bool = False, rehearse: tuple[
         _check_same(run_dir, config, may_change=may_change)
         return run_dir
     try:
-        _create(run_dir, config, rehearse)
+        create(run_dir, config, rehearse=rehearse)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and run_dir.config.exists():
             _check_same(run_dir, config)  # somebody else made it at the same moment
@@ -124,7 +124,14 @@ def _differences(left: dict[str, Any], right: dict[str, Any], prefix: str = "") 
     return found
 
 
-def _create(run_dir: RunDir, config: Config, rehearse: tuple[Fault, ...] | None) -> None:
+def create(
+    run_dir: RunDir,
+    config: Config,
+    fill: Callable[[RunDir], None] = lambda making: None,
+    reason: str | None = None,
+    rehearse: tuple[Fault, ...] | None = None,
+) -> None:
+    """Make a new run's folder with what ``fill`` puts into it, whole or not at all."""
     run_dir.path.parent.mkdir(parents=True, exist_ok=True)
     making = RunDir(run_dir.path.with_name(f".tmp-{run_dir.path.name}-{secrets.token_hex(4)}"))
     try:
@@ -135,15 +142,16 @@ def _create(run_dir: RunDir, config: Config, rehearse: tuple[Fault, ...] | None)
         contract_config.write(making.config, config)
         created = RunCreated(
             time=time.time(),
-            reason=f"run {config.run.name}",
+            reason=reason or f"run {config.run.name}",
             run_id=secrets.token_hex(8),
             config_digest=config_digest(config),
             versions=_versions(),
             rehearse=rehearse,
         )
         append_line(making.journal, encode({"event": "RunCreated"} | created.model_dump(mode="json")))
+        fill(making)
         making.path.rename(run_dir.path)
-    except OSError:
+    except BaseException:
         shutil.rmtree(making.path, ignore_errors=True)
         raise
 

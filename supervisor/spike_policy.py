@@ -135,7 +135,11 @@ def _restore_elsewhere(run: RunState, seen: Observation, verdict: VerdictSeen) -
     probe, is_soon = start.probe, verdict.onset_step < begun.step + SOON_AFTER_RESUME
     if not is_soon or None in (probe.expected, probe.found) or probe.expected == probe.found:
         return None
-    older = [m for m in seen.manifests if m.step < begun.step - 1 and m.step < verdict.onset_step and m.weights_finite]
+    older = [
+        m
+        for m in seen.manifests
+        if m.step < begun.step - 1 and m.step < verdict.onset_step and m.weights_finite is not False
+    ]
     if not older:
         return None
     why = (

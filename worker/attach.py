@@ -67,7 +67,7 @@ def attach(trainer: Trainer, context: Context) -> Attached:
         seed=args.seed,
         shuffle=args.train_sampling_strategy == "random",
         skipped=context.directive.skip_batches,
-        begin=(chosen.manifest.step, chosen.manifest.batches_into_epoch) if chosen else (0, 0),
+        begin=(chosen.manifest.step, chosen.manifest.batches_into_epoch or 0) if chosen else (0, 0),
     )
     start = context.start
     attached = Attached(

@@ -15,7 +15,7 @@ from worker.contract.run_dir import checkpoint_step
 from worker.ema import Ema
 from worker.guard import innermost
 from worker.leaving import RefusedError
-from worker.probe import probe_loss
+from worker.probe import probe_loss, weights_are_finite
 from worker.randomness import random_digest
 from worker.rates import hold_rates
 from worker.resume import Chosen, platform_of, prove, prove_probe, refuse_changes, settings_of
@@ -76,6 +76,8 @@ def _restore(attached: Attached, chosen: Chosen) -> None:
     if attached.average is None:
         return
     average = chosen.folder / EMA
+    if chosen.manifest.adopted and not average.exists():
+        return  # it was made of the weights a moment ago, and begins there
     if not average.exists():
         raise RefusedError(f"{average} is missing: the average would begin from nothing", what="ema", expected=EMA)
     attached.average.load(average)
@@ -140,8 +142,16 @@ def _prove(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
     trainer, manifest = attached.trainer, chosen.manifest
     refuse_changes(settings_of(manifest), attached.settings)
     prove("step", manifest.step, trainer.state.global_step)
-    prove("optimizer step count", manifest.optimizer_steps, start.optimizer_steps)
     prove_scaler(getattr(trainer.accelerator, "scaler", None), manifest.files)
+    if manifest.adopted:
+        _prove_adopted(attached, start)
+    else:
+        _prove_ours(attached, chosen, start)
+
+
+def _prove_ours(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
+    trainer, manifest = attached.trainer, chosen.manifest
+    prove("optimizer step count", manifest.optimizer_steps, start.optimizer_steps)
     same_platform = False
     if chosen.proof is not None:
         same_platform = chosen.proof.platform == platform_of(trainer.args.device)
@@ -153,6 +163,21 @@ def _prove(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
         prove_probe(manifest.probe_loss, found, same_platform)
     if manifest.world_size != world.world_size() or not same_platform:
         _log.warning("resumed on other hardware or another number of ranks: the same samples, but not bitwise")
+
+
+NOT_PROVEN = (
+    "the loss of its weights (there is no probe), the random states of each rank, and which samples it has seen: the "
+    "data go on in this run's own order"
+)
+"""What no resume from an adopted checkpoint can prove, for a person."""
+
+
+def _prove_adopted(attached: Attached, start: SegmentStart) -> None:
+    """What can be seen of a checkpoint that another program made, and a word about what cannot."""
+    prove("weights are finite", True, all(world.of_all_ranks(weights_are_finite(attached.model))))
+    prove("optimizer has a state", True, start.optimizer_steps > 0)
+    if attached.segment is not None:
+        attached.segment.warn(f"{start.checkpoint} was adopted; not proven: {NOT_PROVEN}")
 
 
 def prove_scaler(scaler: object, files: Collection[str]) -> None:

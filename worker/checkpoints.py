@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 import xxhash
 
+from worker.contract.digest import digest_of
 from worker.contract.files import Message, sync_folder
 from worker.contract.loss_history import Record, copy_until
 from worker.contract.manifest import MANIFEST, FileEntry, Health, Manifest, complete_checkpoints, health
@@ -25,8 +26,6 @@ from worker.wrap import replaced
 PROOF = "proof.json"
 EMA = "ema.safetensors"
 DETECTOR = "detector.json"
-
-_CHUNK_BYTES = 8 << 20
 
 
 class Proof(Message):
@@ -59,15 +58,6 @@ def make_durable(folder: Path) -> None:
             finally:
                 os.close(descriptor)
         sync_folder(Path(parent))
-
-
-def digest_of(path: Path) -> str:
-    """The xxh3 128-bit digest of a file, in hex."""
-    hasher = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-    return str(hasher.hexdigest())
 
 
 def copy_history(source: Path, end: int, place: Path) -> str:

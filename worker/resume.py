@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from worker.checkpoints import PROOF, Proof, digest_of
+from worker.checkpoints import PROOF, Proof
+from worker.contract.digest import digest_of
 from worker.contract.files import UnusableFileError, read_message
 from worker.contract.loss_history import PassedOver
 from worker.contract.manifest import MANIFEST, Manifest, UnusableCheckpointError, complete_manifest
@@ -109,20 +110,21 @@ def verified_manifest(folder: Path, sizes_only: bool = False) -> Manifest:
 
 @dataclass(frozen=True)
 class Settings:
-    """What may not change between a checkpoint and its resume."""
+    """What may not change between a checkpoint and its resume; None is not known of one that was adopted."""
 
     max_steps: int
-    seed: int
-    global_batch: int
-    data_digest: str
+    seed: int | None
+    global_batch: int | None
+    data_digest: str | None
 
 
 def settings_of(manifest: Manifest) -> Settings:
     """What a checkpoint was trained under."""
+    parts = manifest.batch_size, manifest.gradient_accumulation, manifest.world_size
     return Settings(
         max_steps=manifest.max_steps,
         seed=manifest.seed,
-        global_batch=manifest.batch_size * manifest.gradient_accumulation * manifest.world_size,
+        global_batch=None if None in parts else math.prod(part for part in parts if part is not None),
         data_digest=manifest.data_digest,
     )
 
@@ -139,7 +141,7 @@ def refuse_changes(before: Settings, now: Settings) -> None:
     """RefusedError, by name, where a resume would not go on with the same training."""
     for name, why in _WHY_SAME.items():
         expected, found = getattr(before, name), getattr(now, name)
-        if expected != found:
+        if expected is not None and expected != found:
             raise RefusedError(
                 f"{name} is {found} and was {expected} when the checkpoint was made: {why}",
                 what=name,

@@ -55,14 +55,20 @@ def _parsed(line: bytes) -> Record:
 
 
 def restore_history(run: RunDir, checkpoint: Path | None, begin_step: int) -> tuple[str, ...]:
-    """Put the checkpoint's copy back where the history no longer reaches its step; what was done, for the record."""
+    """Put the checkpoint's copy back where the history no longer reaches as far; what was done, for the record."""
     last = last_record(run.history)
     reached = last.step if last else 0
-    if checkpoint is None or reached >= begin_step:
+    if checkpoint is None or reached >= begin_step or _reaches(checkpoint / run.history.name) <= reached:
         return ()
     copy = (checkpoint / run.history.name).read_text(encoding="ascii")
     publish(run.history, copy)
     return (f"the history ended at step {reached}: put back from {checkpoint.name}",)
+
+
+def _reaches(history: Path) -> int:
+    """The last step of a copy; that of an adopted checkpoint has only the steps that were logged."""
+    last = last_record(history)
+    return last.step if last else 0
 
 
 class Segment:

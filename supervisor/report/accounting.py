@@ -122,6 +122,7 @@ def account(events: Sequence[Event], records: Sequence[Record], now: float, node
     """The run's time up to ``now``; ``nodes`` is what a job asks for, used where the scheduler never said it."""
     if not events:
         return Accounting((), ())
+    records = [one for one in records if not one.adopted]  # those took nobody's time here
     segments = _segments(records)
     marks = sorted(
         [*_journal_marks(events, segments), *_history_marks(events, segments, _survivors(records))],

@@ -74,6 +74,26 @@ def submit(args: argparse.Namespace) -> int:
     return OK
 
 
+def adopt(args: argparse.Namespace) -> int:
+    """Make a run out of a Hugging Face output folder that was trained without us; nothing of it changes."""
+    from supervisor.adopt import NOT_PROVEN
+    from supervisor.adopt import adopt as take_over
+    from supervisor.sbatch_file import read_sbatch
+
+    overrides, left_out = read_sbatch(args.sbatch) if args.sbatch is not None else ([], [])
+    adopted = take_over(args.folder, load_config(args.config, [*overrides, *args.set]))
+    path, steps = adopted.run_dir.path, ", ".join(map(str, adopted.steps))
+    lines = [
+        f"{path.name}: has the checkpoints of {args.folder} at step {steps}, and goes on from the last of them",
+        *adopted.notes,
+        *left_out,
+        f"not proven when it goes on: {NOT_PROVEN}",
+        f"go on: higgsfield submit {adopted.run_dir.config}, or here: higgsfield resume {path}",
+    ]
+    print("\n".join(map(printable, lines)))
+    return OK
+
+
 def _start_supervisor(config: Config, run_dir: RunDir) -> str:
     """Start the run's own supervisor, unless it is on its way already; what it is."""
     name = own_job_name(read_state(run_dir))

@@ -31,6 +31,8 @@ def main() -> NoReturn:
     faults = json.loads(sys.argv.pop())
     if faults.get("is_plain"):
         _train_plainly(RunDir(Path(sys.argv[1])))
+    if "elsewhere_until" in faults:
+        _train_elsewhere(RunDir(Path(sys.argv[1])), faults["elsewhere_until"])
     inject(faults)
     worker.train.main()
 
@@ -44,6 +46,24 @@ def _train_plainly(run: RunDir) -> NoReturn:
     finite = bool(torch.stack([torch.isfinite(one).all() for one in trainer.model.parameters()]).all())
     (run.path / "plain.json").write_text(json.dumps({"step": trainer.state.global_step, "weights_finite": finite}))
     os._exit(0)
+
+
+def _train_elsewhere(run: RunDir, until: int) -> NoReturn:
+    """A Trainer with nothing of ours but the model and the data: its own optimizer, schedule, order and saves."""
+    trainer, _ = build_trainer(run, configuration.read(run.config), Path.cwd())
+    del trainer.create_optimizer, trainer.create_scheduler
+    trainer.args.lr_scheduler_type, trainer.args.adam_beta2, trainer.args.logging_steps = "constant", 0.95, 3
+    trainer.add_callback(UntilStep(until))
+    trainer.train()
+    os._exit(0)
+
+
+class UntilStep(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
 
 
 class UntilNotFinite(TrainerCallback):

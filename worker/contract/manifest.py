@@ -30,7 +30,10 @@ class FrozenBase(Message):
 
 
 class Manifest(Message):
-    """Written last, after all files of the checkpoint are durable. ``epoch`` counts fractions of an epoch."""
+    """Written last, after all files of the checkpoint are durable. ``epoch`` counts fractions of an epoch.
+
+    Of an adopted checkpoint, null is what nobody knows.
+    """
 
     format: Literal[1] = 1
     step: int
@@ -38,20 +41,20 @@ class Manifest(Message):
     segment: int
     time: float
     epoch: float
-    batches_into_epoch: int
-    samples_seen: int
-    world_size: int
-    batch_size: int
-    gradient_accumulation: int
+    batches_into_epoch: int | None
+    samples_seen: int | None
+    world_size: int | None
+    batch_size: int | None
+    gradient_accumulation: int | None
     max_steps: int
-    seed: int
-    config_digest: str
-    data_digest: str
+    seed: int | None
+    config_digest: str | None
+    data_digest: str | None
     lr_scale: float
     skip_batches: tuple[SkippedBatches, ...] = ()
-    weights_finite: bool
+    weights_finite: bool | None
     probe_loss: float | None
-    optimizer_steps: int
+    optimizer_steps: int | None
     versions: dict[str, str]
     files: dict[str, FileEntry]
     base: FrozenBase | None = None
@@ -117,7 +120,7 @@ def health(manifest: Manifest, branch: Iterable[Record], healthy_after: int) -> 
             if onset <= step:
                 return Health.SUSPECT
             is_clean = is_clean and onset > step + healthy_after
-    if not manifest.weights_finite:
+    if manifest.weights_finite is False:
         return Health.SUSPECT
     if own in ("pending", "suspect") or not is_clean or reached < step + healthy_after:
         return Health.UNTESTED

@@ -1,0 +1,74 @@
+"""A folder that a Trainer wrote by itself becomes a run, and training goes on from there as it would have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from supervisor.adopt import Adopted, adopt
+from tests.trainer_room.rig import Launcher, Rig, tiny_config, weights
+from worker.contract.run_dir import RunDir
+
+pytestmark = pytest.mark.training
+PLAIN = {"schedule": {"name": "constant", "warmup": 0, "floor": 1.0}}
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int, int]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_mode) for path in files}
+
+
+def test_it_goes_on_as_the_trainer_would_have(
+    make_rig: Callable[..., Rig], launcher: Launcher, text: Path, tmp_path: Path
+) -> None:
+    training = tiny_config(text).training.model_dump(exclude={"schedule"}) | PLAIN
+    sections = {"data": {"shuffle": False}, "training": training}
+    whole, part = make_rig("whole", **sections), make_rig("part", **sections)
+    whole.finish(elsewhere_until=12)
+    part.finish(elsewhere_until=8)
+    theirs = part.run.checkpoints
+    (theirs / "checkpoint-10").mkdir()
+    shutil.copy(theirs / "checkpoint-8" / "optimizer.pt", theirs / "checkpoint-10")
+    before = snapshot(theirs)
+
+    config = tiny_config(text, **sections, run={"name": "ours", "dir": str(tmp_path), "seed": 7})
+    adopted = adopt(theirs, config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep": 1})}))
+    assert adopted.steps == (4, 8)
+    assert adopted.notes == ("checkpoint-10 is passed over: trainer_state.json is missing",)
+    assert adopted.run_dir.checkpoint(8).joinpath("optimizer.pt").stat().st_nlink == 2
+
+    ours = Rig(RunDir(tmp_path / "ours"), adopted.config, launcher)
+    ours.direct(resume_from="checkpoint-8", cause="adopted")
+    ours.finish()
+    start = next(one.start for one in ours.history() if one.start is not None)
+    assert (start.checkpoint, start.optimizer_steps, start.probe.expected) == ("checkpoint-8", 8, None)
+    assert weights(ours.run.final) == weights(whole.run.checkpoint(12))
+    assert [(one.step, one.adopted) for one in ours.history()] == [
+        *((step, True) for step in (3, 6)),
+        *((step, False) for step in range(9, 13)),
+    ]
+    (warned,) = [one.warnings for one in ours.history() if one.warnings]
+    assert "random states of each rank" in warned[0]
+    assert not ours.run.checkpoint(4).exists(), "our retention goes on"
+    assert snapshot(theirs) == before
+
+
+def test_a_checkpoint_that_was_written_into_afterwards_is_passed_over(
+    make_rig: Callable[..., Rig], launcher: Launcher, text: Path, tmp_path: Path
+) -> None:
+    part = make_rig("part", training={"max_steps": 12} | tiny_config(text).training.model_dump(exclude={"max_steps"}))
+    part.finish(elsewhere_until=8)
+    adopted: Adopted = adopt(part.run.checkpoints, tiny_config(text, run={"name": "ours", "dir": str(tmp_path)}))
+    with open(part.run.checkpoint(8) / "optimizer.pt", "r+b") as file:
+        file.write(b"another")
+    ours = Rig(adopted.run_dir, adopted.config, launcher)
+    ours.direct(resume_from="checkpoint-8", cause="adopted")
+    ours.finish()
+    start = next(one.start for one in ours.history() if one.start is not None)
+    assert start.checkpoint == "checkpoint-4"
+    assert [one.checkpoint for one in start.passed_over] == ["checkpoint-8"]
+    assert json.loads(ours.run.checkpoint(4).joinpath("MANIFEST.json").read_text())["adopted"] is True
