@@ -27,12 +27,13 @@ from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
 from worker.judgement import GRAVITY, Judgement, worse
 from worker.leaving import AlreadyTrainedError, AskedToLeaveError, VerdictError
 from worker.lora import base_of, refuse_other_base
-from worker.order import EpochOrder
+from worker.order import EpochOrder, batches_an_epoch
 from worker.publish import publish_if_best
 from worker.pulse import Heart
 from worker.rates import configured_rates
 from worker.rehearsal import rehearse
 from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_what_cannot_repeat
+from worker.resume import Chosen
 from worker.saving import save_checkpoint
 from worker.segment import Segment
 from worker.shards import refuse_silent_fallback
@@ -61,13 +62,15 @@ def attach(trainer: Trainer, context: Context) -> Attached:
         refuse_other_backend(chosen.manifest.files, trainer)
         refuse_other_base(chosen.manifest.base, base)
         refuse_other_model(chosen.folder, model)
+    samples = cast(Sized, trainer.train_dataset)
+    global_batch = args.train_batch_size * args.gradient_accumulation_steps * world.world_size()
     order = EpochOrder(
-        samples=cast(Sized, trainer.train_dataset),
-        global_batch=args.train_batch_size * args.gradient_accumulation_steps * world.world_size(),
+        samples=samples,
+        global_batch=global_batch,
         seed=args.seed,
         shuffle=args.train_sampling_strategy == "random",
         skipped=context.directive.skip_batches,
-        begin=(chosen.manifest.step, chosen.manifest.batches_into_epoch or 0) if chosen else (0, 0),
+        begin=_place_of(chosen, batches_an_epoch(len(samples), global_batch)),
     )
     start = context.start
     attached = Attached(
@@ -91,6 +94,14 @@ def attach(trainer: Trainer, context: Context) -> Attached:
         rehearse(attached, context.directive.rehearse)  # first: within our own save lies the Trainer's
     trainer.add_callback(StepsCallback(attached))
     return attached
+
+
+def _place_of(chosen: Chosen | None, num_batches: int) -> tuple[int, int]:
+    """Finished steps, and the batches of the epoch that are behind: of an adopted checkpoint as many as its steps."""
+    if chosen is None:
+        return 0, 0
+    step, behind = chosen.manifest.step, chosen.manifest.batches_into_epoch
+    return step, step % num_batches if behind is None else behind
 
 
 def _take_over_files(attached: Attached, warnings: tuple[str, ...]) -> None:

@@ -35,8 +35,9 @@ def test_it_goes_on_as_the_trainer_would_have(
     shutil.copy(theirs / "checkpoint-8" / "optimizer.pt", theirs / "checkpoint-10")
     before = snapshot(theirs)
 
-    config = tiny_config(text, **sections, run={"name": "ours", "dir": str(tmp_path), "seed": 7})
-    adopted = adopt(theirs, config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep": 1})}))
+    kept = {"every_steps": 4, "keep": 1, "keep_healthy": 1, "healthy_after": 1}
+    where = {"name": "ours", "dir": str(tmp_path), "seed": 7}
+    adopted = adopt(theirs, tiny_config(text, **sections, run=where, checkpoint=kept))
     assert adopted.steps == (4, 8)
     assert adopted.notes == ("checkpoint-10 is passed over: trainer_state.json is missing",)
     assert adopted.run_dir.checkpoint(8).joinpath("optimizer.pt").stat().st_nlink == 2
