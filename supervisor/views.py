@@ -96,7 +96,7 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
         width = shutil.get_terminal_size().columns if out.isatty() else None
         print("\n".join(list_lines(rows, now, width)), file=out)
     for row in rows if in_detail else []:
-        print("\n".join(detail_lines(row, now)), file=out)
+        print("\n".join(detail_lines(row, now, columns(out))), file=out)
         for event in filter(is_told, map(parse_event, row.get("events", []))):
             print("\n".join(f"  {line}" for line in entry_lines(event, None, columns(out))), file=out)
 
@@ -106,19 +106,18 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
 
 def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
     """Print the whole log from ``since`` on, UTC seconds."""
-    events = read_journal(run_dir.journal)
-    findings = diagnose(read_evidence(run_dir))
-    for line in log_lines(events, accounting_of(run_dir, events), since, columns(out), findings):
+    known = read_evidence(run_dir)
+    for line in log_lines(known.events, _accounting(known), since, columns(out), diagnose(known)):
         print(line, file=out)
 
 
 def show_milestones(run_dir: RunDir, out: TextIO) -> None:
     """Print the rollback log proper, for the end of a run in the foreground."""
-    events = read_journal(run_dir.journal)
-    for event in filter(is_milestone, events):
+    known = read_evidence(run_dir)
+    for event in filter(is_milestone, known.events):
         for line in entry_lines(event, None, columns(out)):
             print(line, file=out)
-    print("\n".join(_summary(run_dir, events)), file=out)
+    print("\n".join(_summary(known)), file=out)
 
 
 def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -131,12 +130,15 @@ def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[floa
             found = accounting_of(run_dir, events).interruptions
             cost = next((each for each in found if each.segment == event.segment), None)
         print("\n".join(entry_lines(event, cost, columns(out))), file=out, flush=True)
-    events = read_journal(run_dir.journal)
-    print("\n".join(["", *_summary(run_dir, events)]), file=out, flush=True)
+    print("\n".join(["", *_summary(read_evidence(run_dir))]), file=out, flush=True)
 
 
-def _summary(run_dir: RunDir, events: list[Event]) -> list[str]:
-    return closing_summary(events, accounting_of(run_dir, events), diagnose(read_evidence(run_dir)))
+def _summary(known: Evidence) -> list[str]:
+    return closing_summary(known.events, _accounting(known), diagnose(known))
+
+
+def _accounting(known: Evidence) -> Accounting:
+    return account(known.events, known.records, time.time(), known.config.cluster.nodes)
 
 
 def _arriving(run_dir: RunDir, sleep: Callable[[float], None]) -> Iterator[tuple[list[Event], Event]]:

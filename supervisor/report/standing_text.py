@@ -3,6 +3,7 @@
 A row is what ``supervisor.runs.standing`` answers and ``status --json`` prints.
 """
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -98,14 +99,20 @@ def _unattended(row: Row) -> str:
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def detail_lines(row: Row, now: float) -> list[str]:
-    """All there is to know about one run; ``now`` is UTC seconds."""
+def detail_lines(row: Row, now: float, width: int | None = None) -> list[str]:
+    """All there is to know about one run; ``now`` is UTC seconds.  A long fact goes on below itself at ``width``."""
     if row["since"] is None:
         return [printable(f"{row['name']}: {row['state']}"), printable(f"  {row['reason']}")]
     lines = [_head(row, now)]
     for label, text in _facts(row, now):
-        lines.append(f"  {label:<12} {_one_line(text)}")
+        lines += _wrapped(f"  {label:<12} ", printable(_one_line(text)), width)
     return [printable(line) for line in lines]
+
+
+def _wrapped(head: str, text: str, width: int | None) -> list[str]:
+    room = max(24, (width or len(head) + len(text)) - len(head))
+    first, *more = textwrap.wrap(text, room, break_on_hyphens=False, break_long_words=False) or [""]
+    return [f"{head}{first}", *(" " * len(head) + line for line in more)]
 
 
 def _head(row: Row, now: float) -> str:

@@ -1,7 +1,7 @@
-"""Exit codes, and the one way to complain."""
+"""Exit codes, and the one way to say something or to complain."""
 
 import sys
-from typing import Final
+from typing import Final, TextIO
 
 from supervisor.report.figures import printable
 from supervisor.run_state import RunState
@@ -25,3 +25,8 @@ def exit_code_of(state: RunState | None) -> int:
 def complain(text: str) -> None:
     """One line on stderr, whatever is in the names that it quotes."""
     print(printable(" ".join(text.split())), file=sys.stderr)
+
+
+def say(text: str, out: TextIO | None = None) -> None:
+    """One line on stdout, at once, whatever is in the names and paths that it quotes."""
+    print(printable(text), file=out or sys.stdout, flush=True)

@@ -15,11 +15,10 @@ from supervisor.hub import fetch_from_hub
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
-from supervisor.report.figures import printable
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run, open_or_create
 from supervisor.supervise import own_job_name, read_state, reopen, supervise, supervise_once
-from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain
+from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say
 from supervisor.views import show_milestones
 from worker.contract.config import Config
 from worker.contract.files import publish_message
@@ -63,14 +62,14 @@ def submit(args: argparse.Namespace) -> int:
     if is_embedded and read_state(run_dir).attempt:
         supervise_once(run_dir, sys.stdout)  # its last supervisor may have been killed with its job
     if read_state(run_dir).state == "finished":
-        print(f"{config.run.name} is finished already: {run_dir.path}")
+        say(f"{config.run.name} is finished already: {run_dir.path}")
         return OK
     if fleet is None or read_state(run_dir).is_over:
         reopen(run_dir, config)
     start = _start_worker if is_embedded else _start_supervisor
-    print(f"{config.run.name}: {fleet or start(config, run_dir)}; you may log out now")
-    print(f"where it stands: higgsfield status {run_dir.path}")
-    print(f"what happened:   higgsfield log {run_dir.path}")
+    say(f"{config.run.name}: {fleet or start(config, run_dir)}; you may log out now")
+    say(f"where it stands: higgsfield status {run_dir.path}")
+    say(f"what happened:   higgsfield log {run_dir.path}")
     return OK
 
 
@@ -115,14 +114,14 @@ def stop(args: argparse.Namespace) -> int:
     """Save, stop, and stay stopped until somebody says resume."""
     run_dir = find_run(args.run, args.dir)
     if read_state(run_dir).is_over:
-        print(printable(f"{run_dir.path.name} is over already"))
+        say(f"{run_dir.path.name} is over already")
         return OK
     publish_message(run_dir.request, Request(verb="stop", by=getpass.getuser()))
     holder = read_holder(run_dir)
     if holder is not None and not is_gone(holder):
-        print(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting", flush=True)
+        say(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting")
         if wait_until_over(run_dir):
-            print(printable(f"{run_dir.path.name} is stopped"))
+            say(f"{run_dir.path.name} is stopped")
             return OK
     code = EXIT_CODE_OF_STATE[supervise(run_dir, sys.stdout).state]
     return OK if code == STOPPED else code
@@ -132,7 +131,7 @@ def resume(args: argparse.Namespace) -> int:
     """Let a run go on that was stopped, gave up or lost its supervisor; in the foreground."""
     run_dir = find_run(args.run, args.dir)
     if read_state(run_dir).state == "finished":
-        print(f"{run_dir.path.name} is finished already: {run_dir.path}")
+        say(f"{run_dir.path.name} is finished already: {run_dir.path}")
         return OK
     try:
         state = supervise(run_dir, sys.stdout, is_asked=True)
@@ -143,9 +142,11 @@ def resume(args: argparse.Namespace) -> int:
 
 
 def _say_goodbye(run_dir: RunDir) -> None:
-    print(f"\nThe rollback log of {run_dir.path.name} (all of it: higgsfield log {run_dir.path}):")
+    print()
+    say(f"The rollback log of {run_dir.path.name} (all of it: higgsfield log {run_dir.path}):")
     show_milestones(run_dir, sys.stdout)
-    print("\n" + printable(f"Everything is in {run_dir.path}"))
+    print()
+    say(f"Everything is in {run_dir.path}")
     for path in (
         run_dir.final,
         run_dir.checkpoints,
@@ -155,15 +156,13 @@ def _say_goodbye(run_dir: RunDir) -> None:
         run_dir.report,
     ):
         if path.exists():
-            print(f"  {path.name}")
+            say(f"  {path.name}")
 
 
 def _say_that_it_goes_on(run_dir: RunDir) -> int:
-    print(
-        f"\nthe worker goes on without a supervisor; `higgsfield resume {run_dir.path}` supervises it again,",
-        file=sys.stderr,
-    )
-    print(f"`higgsfield stop {run_dir.path}` saves and ends it", file=sys.stderr)
+    print(file=sys.stderr)
+    say(f"the worker goes on without a supervisor; `higgsfield resume {run_dir.path}` supervises it again,", sys.stderr)
+    say(f"`higgsfield stop {run_dir.path}` saves and ends it", sys.stderr)
     return INTERRUPTED
 
 

@@ -8,11 +8,10 @@ import time
 
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import ask, check_step
-from supervisor.report.figures import printable
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run
 from supervisor.supervise import read_state
-from supervisor.verbs.exits import EXIT_CODE_OF_STATE, OK, complain
+from supervisor.verbs.exits import EXIT_CODE_OF_STATE, OK, complain, say
 from supervisor.verbs.looking import who_comes
 from worker.contract.config import read as read_config
 from worker.contract.run_dir import RunDir
@@ -23,17 +22,17 @@ def rollback(args: argparse.Namespace) -> int:
     run_dir = find_run(args.run, args.dir)
     _check_rollback(args, run_dir)
     if not _is_supervised(run_dir):
-        print(f"{run_dir.path.name}: nobody supervises it; its job is started from here, and left alone", flush=True)
+        say(f"{run_dir.path.name}: nobody supervises it; its job is started from here, and left alone")
     asked = Request(
         verb="rollback", by=getpass.getuser(), to=args.to, lr_scale=args.lr_scale, skip=args.skip, asked_at=time.time()
     )
     state = ask(run_dir, asked, sys.stdout)
     if state.is_over:
-        print(f"{run_dir.path.name}: {state.state} meanwhile: {state.reason}")
+        say(f"{run_dir.path.name}: {state.state} meanwhile: {state.reason}")
         return EXIT_CODE_OF_STATE[state.state]
     if state.plan is not None:
         start, rate = state.plan.resume_from or "scratch", f"{state.plan.lr_scale:g} of the configured rate"
-        print(f"{run_dir.path.name}: attempt {state.attempt} begins from {start} at {rate}")
+        say(f"{run_dir.path.name}: attempt {state.attempt} begins from {start} at {rate}")
     if not _is_supervised(run_dir):
         _say_who_may_supervise(run_dir)
     return OK
@@ -44,7 +43,7 @@ def pin(args: argparse.Namespace) -> int:
     run_dir = find_run(args.run, args.dir)
     check_step(run_dir, args.step, or_scratch=False)
     ask(run_dir, Request(verb="pin", by=getpass.getuser(), to=args.step, asked_at=time.time()), sys.stdout)
-    print(printable(f"{run_dir.path.name}: checkpoint-{args.step} is kept for good"))
+    say(f"{run_dir.path.name}: checkpoint-{args.step} is kept for good")
     return OK
 
 
@@ -57,12 +56,12 @@ def _say_who_may_supervise(run_dir: RunDir) -> None:
     """Name the job that will, or what a person can say."""
     job = who_comes(run_dir, None).get("supervisor_job")
     if job:
-        print(f"{run_dir.path.name}: its supervisor's job {job['id']} supervises it when it starts")
+        say(f"{run_dir.path.name}: its supervisor's job {job['id']} supervises it when it starts")
         return
     here = f"higgsfield resume {run_dir.path} (here)"
     if read_config(run_dir.config).supervisor.place != "foreground":
         here = f"higgsfield submit {run_dir.config} (a job), or {here}"
-    print(f"{run_dir.path.name}: nobody supervises it from here on: {here}")
+    say(f"{run_dir.path.name}: nobody supervises it from here on: {here}")
 
 
 def _check_rollback(args: argparse.Namespace, run_dir: RunDir) -> None:

@@ -212,6 +212,16 @@ def test_status_of_a_run_under_way_and_of_one_that_waits(tmp_path: Path) -> None
     assert_told("status-details", "\n".join(lines) + "\n")
 
 
+def test_a_long_reason_goes_on_below_itself_in_the_status_of_one_run() -> None:
+    reason = "config.yaml: " + "training.max_steps: '10' is no number; give one; " * 6
+    _, *lines = detail_lines(standing_row(reason=reason) | {"checkpoints": []}, BEGIN, width=80)
+    assert max(map(len, lines)) <= 80
+    told = [line for line in lines if "training.max_steps" in line]
+    assert len(told) > 2
+    assert {line[:15] for line in told[1:]} == {" " * 15}
+    assert " ".join(" ".join(lines).split()).count(" ".join(reason.split())) == 1
+
+
 def test_the_estimate_is_the_pace_of_the_last_steps(tmp_path: Path) -> None:
     stage = Slow(tmp_path)
     stage.start_after(5)

@@ -7,7 +7,8 @@ import pytest
 
 from supervisor import cli
 from supervisor.runs import open_or_create
-from tests.supervisor_room.stage import config
+from tests.supervisor_room.stage import Stage, config
+from worker.contract.exit_report import Outcome
 from worker.contract.files import UnusableFileError
 from worker.contract.loss_history import last_record, read_history, recent_records
 from worker.contract.run_dir import RunDir
@@ -111,3 +112,18 @@ def test_an_empty_since_is_refused_and_names_do_not_paint_the_terminal(
         assert printed.rstrip("\n").isprintable()
     assert cli.main(["status", "--dir", str(tmp_path / "a\x1b[31m\nb")]) == cli.OK
     assert capsys.readouterr().out.rstrip("\n").isprintable()
+
+
+def test_the_paths_that_verbs_print_paint_no_terminal_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.train(100)
+    stage.leave(Outcome.DONE)
+    stage.settle()
+    moved = stage.run_dir.path.rename(tmp_path / "b\x1b[2J")
+    for verb in ("resume", "stop", "log", "diagnose", "status"):
+        assert cli.main([verb, str(moved)]) == cli.OK
+        assert "\x1b" not in capsys.readouterr().out
