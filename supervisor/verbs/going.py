@@ -89,7 +89,8 @@ def adopt(args: argparse.Namespace) -> int:
         f"not proven when it goes on: {NOT_PROVEN}",
         f"go on: higgsfield submit {adopted.run_dir.config}, or here: higgsfield resume {path}",
     ]
-    print("\n".join(map(printable, lines)))
+    for line in lines:
+        say(line)
     return OK
 
 
