@@ -214,7 +214,7 @@ def above_rate_of_optimizer(incident: Incident) -> Says:
         return _above_known_rates(incident, peak) if name not in _OF_ADAM else ()
     if peak <= _MUCH_FROM_SCRATCH * start:
         return ()
-    much = f"{_MUCH_FROM_SCRATCH * start:g} is much from scratch"
+    much = f"{_MUCH_FROM_SCRATCH * start:g} is already much for a model from scratch"
     return (f"{name} with a peak of {_number(peak)}, where {much}; {_number(incident.lr)} was applied",)
 
 

@@ -13,7 +13,10 @@ from typing import Any, get_args
 
 import pytest
 
-from supervisor.journal import Event, EventBase, HangSeen, JobSeen, RolledBack, RunCreated, WouldHaveDone
+from supervisor.diagnosis import diagnose
+from supervisor.evidence import Evidence
+from supervisor.journal import Diagnosis, Event, EventBase, HangSeen, JobSeen, RolledBack, RunCreated, WouldHaveDone
+from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import duration, local_moment, node_hours, share, size
 from supervisor.report.log_text import SinceError, closing_summary, log_lines, since_time
 from supervisor.report.standing_text import detail_lines, list_lines
@@ -29,9 +32,9 @@ from supervisor.report.texts import (
 )
 from supervisor.runs import standing
 from supervisor.views import follow_log, write_journal
-from tests.report_room.snapshots import assert_told
+from tests.report_room.snapshots import TOLD, assert_told
 from tests.report_room.stories import PLAYED, RECORDINGS, Slow, Story, healthy, long_records, one_spike, recorded
-from tests.supervisor_room.stage import BEGIN
+from tests.supervisor_room.stage import BEGIN, config
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition
 
@@ -46,6 +49,31 @@ def told(story: Story) -> str:
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_the_log_of_a_run(name: str) -> None:
     assert_told(f"log-{name}", told(recorded(name)))
+
+
+DIAGNOSED = sorted(path.stem.removeprefix("diagnosis-") for path in TOLD.glob("diagnosis-*.txt"))
+
+
+@pytest.mark.parametrize("name", DIAGNOSED)
+def test_the_diagnosis_of_a_run(tmp_path: Path, name: str) -> None:
+    story = recorded(name)
+    training = {"max_steps": 260, "optimizer": {"name": "sgd", "learning_rate": 3.0}}
+    findings = diagnose(Evidence(config(tmp_path, training=training), story.records, story.events))
+    assert_told(f"diagnosis-{name}", "\n".join(diagnosis_lines(findings, 110)) + "\n")
+
+
+def test_a_rollback_says_what_was_believed_by_its_diagnosis() -> None:
+    said = Diagnosis(
+        symptom="at the same batch", cause="the data", confidence="likely", evidence=("batch 13", "again"), next="look"
+    )
+    [rolled] = [event for event in recorded("one_spike").events if isinstance(event, RolledBack)]
+    told = details_of(rolled.model_copy(update={"diagnosis": said}))
+    assert ("believed", "the data (likely): at the same batch") in told
+    assert told[told.index(("believed", "the data (likely): at the same batch")) + 1 :][:2] == [
+        ("", "batch 13"),
+        ("", "again"),
+    ]
+    assert told[-1] == ("try", "if it comes again: look")
 
 
 def test_every_kind_of_event_has_a_line_even_one_that_nobody_thought_of() -> None:
