@@ -65,7 +65,9 @@ from worker.contract.manifest import complete_checkpoints
 from worker.contract.run_dir import RunDir, checkpoint_step
 
 _LOOKS_APART_S: Final = 1.0
-"""Between two looks for a job that a submission without an answer may have made."""
+"""Between two looks for a job that a predecessor may have submitted before it died."""
+_UNANSWERED_LOOKS_APART_S: Final = 10.0
+"""Between two looks for one that a loaded controller may have queued without saying so."""
 
 
 @dataclass
@@ -83,8 +85,10 @@ class SupervisedRun:
     """Whether this process has queued the job after the one that it shares with the worker."""
     introduction: SupervisorStarted | None = None
     """Written ahead of the first other event, so that a pass in which nothing happens leaves no line."""
+    looked_at: float = 0.0
+    """When this process last asked the scheduler for a job by the run's name, whether that answered or not."""
     looked_in_vain_at: float | None = None
-    """When this process last looked for a job that a submission without an answer may have made."""
+    """When it last answered, and had none, though a submission without an answer may have made one."""
     journal: Journal = field(init=False)
     inherited: SubmitIntended | None = field(init=False)
     """The submission that a predecessor died over: nobody knows whether it was made."""
@@ -251,6 +255,7 @@ def _submit(run: SupervisedRun) -> None:
     name, asked_at = run.state.job_name, _asked_without_answer(run)
     if asked_at is not None and _looked_just_now(run):
         return
+    run.looked_at = run.clock()
     ended = run.state.ended_or_cancelled | run.state.cancelled_by_us
     known = [job for job in run.scheduler.find(name) if _may_adopt(run, job, ended)]
     if known:
@@ -306,7 +311,8 @@ def _asked_without_answer(run: SupervisedRun) -> float | None:
 
 
 def _looked_just_now(run: SupervisedRun) -> bool:
-    return run.looked_in_vain_at is not None and run.clock() - run.looked_in_vain_at < _LOOKS_APART_S
+    apart_s = _LOOKS_APART_S if run.state.unanswered_since is None else _UNANSWERED_LOOKS_APART_S
+    return run.clock() - run.looked_at < apart_s
 
 
 def _is_surely_absent(run: SupervisedRun, asked_at: float) -> bool:

@@ -18,6 +18,9 @@ CLAIM_WAIT_S: Final = 60.0
 """How long a running job may take to claim an attempt that was published for it."""
 _HOUR_S: Final = 3600.0
 _SUBMIT_RETRY_S: Final = 60.0
+"""After a submission that was refused; twice as long after each further one in a row."""
+_UNANSWERED_RETRY_S: Final = 10.0
+"""After one without an answer: its job is looked for first, and may be there already."""
 _MAX_FAILED_SUBMISSIONS: Final = 5
 
 
@@ -93,7 +96,9 @@ def why_not_submitted(run: RunState, now: float, recovery: RecoveryConfig) -> st
     if len(recent) >= limit:
         minutes = math.ceil((recent[-limit] + _HOUR_S - now) / 60)
         return f"{limit} jobs within an hour (recovery.max_submissions_per_hour); the next in {minutes} min"
-    if now - run.last_submit_failed_at < _SUBMIT_RETRY_S * 2**run.failed_submissions:
+    is_unanswered = run.unanswered_since is not None
+    retry_s = _UNANSWERED_RETRY_S if is_unanswered else _SUBMIT_RETRY_S * 2**run.failed_submissions
+    if now - run.last_submit_failed_at < retry_s:
         return f"tried again in a while: {run.reason}"
     return None
 

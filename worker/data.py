@@ -49,16 +49,21 @@ class TrainingData:
 
 
 def build_data(
-    config: Config, tokenizer: Any, base: Path, cache: Path | None = None, alive: Callable[[], None] = lambda: None
+    config: Config,
+    tokenizer: Any,
+    base: Path,
+    cache: Path | None = None,
+    alive: Callable[[], None] = lambda: None,
+    staged: Path | None = None,
 ) -> TrainingData:
     """The data that ``config`` names, relative paths taken from ``base``; DataError where there is none to train on.
 
-    Tokens are made once where there is a folder ``cache`` to keep them in. ``alive`` is called with each row: it may
-    take hours.
+    Tokens are made once where there is a folder ``cache`` to keep them in, and lie in ``staged`` until they are whole.
+    ``alive`` is called with each row: it may take hours.
     """
-    made = {"train": _tokens("train", config, tokenizer, base, cache, alive)}
+    made = {"train": _tokens("train", config, tokenizer, base, cache, alive, staged)}
     if config.data.eval:
-        made["eval"] = _tokens("eval", config, tokenizer, base, cache, alive)
+        made["eval"] = _tokens("eval", config, tokenizer, base, cache, alive, staged)
     tokens = {key: one for key, (one, _) in made.items()}
     if config.data.eval_share:
         tokens["train"], tokens["eval"] = split_tokens(tokens["train"], config.data.eval_share, config.run.seed)
@@ -99,7 +104,13 @@ def samples_of(key: str, tokens: Tokens, data: DataConfig, padding: int) -> "Blo
 
 
 def _tokens(
-    key: SetKey, config: Config, tokenizer: Any, base: Path, cache: Path | None, alive: Callable[[], None]
+    key: SetKey,
+    config: Config,
+    tokenizer: Any,
+    base: Path,
+    cache: Path | None,
+    alive: Callable[[], None],
+    staged: Path | None,
 ) -> tuple[Tokens, Notes]:
     """The documents' tokens; from the cache where making them is more work than reading the text."""
     data = config.data
@@ -121,7 +132,7 @@ def _tokens(
     if cache is None or is_bytes:
         return make()
     settings = f"{data.max_tokens} {data.pack} {data.max_bad_rows}"
-    return cached(cache, key_of(read(), tokenizer, settings), make)
+    return cached(cache, key_of(read(), tokenizer, settings), make, staged)
 
 
 def split_tokens(tokens: Tokens, share: float, seed: int) -> tuple[Tokens, Tokens]:

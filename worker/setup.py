@@ -22,14 +22,14 @@ from worker.sophia import Curvature
 
 
 def build_trainer(
-    run: RunDir, config: Config, base: Path, alive: Callable[[], None] = lambda: None
+    run: RunDir, config: Config, base: Path, alive: Callable[[], None] = lambda: None, staged: Path | None = None
 ) -> tuple[Trainer, TrainingData]:
     """A Trainer that has everything to train ``config``; relative data paths are taken from ``base``.
 
-    ``alive`` is called whenever something of it is done.
+    ``alive`` is called whenever something of it is done; ``staged`` is where tokens lie until they are whole.
     """
     tokenizer = build_tokenizer(config, base)
-    data = build_data(config, tokenizer, base, run.tokens, alive)
+    data = build_data(config, tokenizer, base, run.tokens, alive, staged)
     alive()
     model = build_model(config, tokenizer, base)
     alive()

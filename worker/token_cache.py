@@ -78,15 +78,18 @@ def _starts(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.
     return np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), lengths]))[:-1]
 
 
-def cached(folder: Path, key: str, make: Callable[[], tuple[Tokens, Notes]]) -> tuple[Tokens, Notes]:
+def cached(
+    folder: Path, key: str, make: Callable[[], tuple[Tokens, Notes]], staged: Path | None = None
+) -> tuple[Tokens, Notes]:
     """The tokens that lie under ``key`` in ``folder``, mapped into memory, and the notes on them.
 
     Made and put there the first time. Ranks that come at the same time each make them, and the first one's stay.
+    ``staged`` is where they lie until they are whole: a folder that nobody else uses, on the same disk.
     DataError where what lies there cannot be read.
     """
     place = folder / key
     if not place.exists():
-        _publish(place, *make())
+        _publish(place, staged or folder / f".tmp-{key}-{secrets.token_hex(4)}", *make())
     try:
         return _read(place)
     except (OSError, ValueError, EOFError, UnusableFileError) as error:
@@ -105,10 +108,10 @@ def _read(place: Path) -> tuple[Tokens, Notes]:
     return tokens, notes
 
 
-def _publish(place: Path, tokens: Tokens, notes: Notes) -> None:
+def _publish(place: Path, staged: Path, tokens: Tokens, notes: Notes) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    staged = place.with_name(f".tmp-{place.name}-{secrets.token_hex(4)}")
-    staged.mkdir()
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
     for name in ("ids", "starts", "rows", "learned"):
         values = getattr(tokens, name)
         if values is not None:

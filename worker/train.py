@@ -131,7 +131,9 @@ def train(run: RunDir, start: Start, progress: Progress) -> None:
 
 
 def _train_as_configured(context: Context, progress: Progress, alive: Callable[[], None]) -> Attached:
-    trainer, data = build_trainer(context.run, context.config, Path.cwd(), alive)
+    start = context.start
+    staged = context.run.staged_tokens(start.attempt, start.restart, start.rank)
+    trainer, data = build_trainer(context.run, context.config, Path.cwd(), alive, staged)
     if context.start.rank == 0:
         _tell_of_data(context.run, data)
     progress.attached = attached = attach(trainer, replace(context, data_digest=data.digest, locate=data.locate))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from slurm import commands, processes
 from slurm.commands import SchedulerError
@@ -38,6 +39,8 @@ class Cluster:
     folder: Path
     nodes: tuple[str, ...]
     keeper: subprocess.Popen[bytes]
+    said: BinaryIO
+    """What the keeper printed; readable also when the folder is gone."""
     has_accounting: bool = False
     """slurmdbd keeps its jobs, and limits of accounts and QOS hold; the owner may change them with sacctmgr."""
 
@@ -115,9 +118,10 @@ class Cluster:
         )
 
     def _last_words(self) -> str:
-        logs = sorted(self.folder.glob("log/*"))
-        last = [text.splitlines()[-1] for log in logs if (text := log.read_text(errors="replace").strip())]
-        return "; ".join(last)
+        logs = sorted(log for log in self.folder.glob("log/*") if log.name != "keeper.out")
+        self.said.seek(0)
+        texts = [self.said.read().decode(errors="replace"), *(log.read_text(errors="replace") for log in logs)]
+        return "; ".join(text.strip().splitlines()[-1] for text in texts if text.strip())
 
 
 @contextmanager
@@ -133,7 +137,7 @@ def running(nodes: int = 3, accounting: bool = False) -> Iterator[Cluster]:
         cluster.wait_until_idle()
         yield cluster
     finally:
-        _end(cluster.keeper)
+        _end(cluster)
 
 
 def up(folder: Path, nodes: int = 3, accounting: bool = False) -> Path:
@@ -146,9 +150,10 @@ def up(folder: Path, nodes: int = 3, accounting: bool = False) -> Path:
     try:
         cluster.wait_until_idle()
     except ClusterError:
-        _end(cluster.keeper)
+        _end(cluster)
         raise
     cluster.keeper.returncode = 0  # It outlives us: Popen need not wait for it.
+    cluster.said.close()
     return cluster.conf
 
 
@@ -179,12 +184,13 @@ def _boot(folder: Path, nodes: int, accounting: bool, detached: bool) -> Cluster
     argv = [sys.executable, "-m", "slurm.local_cluster.keeper", str(folder), *(["--detached"] if detached else [])]
     environment = commands.python_environment(commands.clean_environment(os.environ))
     pipe = subprocess.DEVNULL if detached else subprocess.PIPE
-    with (folder / "log" / "keeper.out").open("ab") as log:
-        # A session of its own: a Ctrl-C in the terminal is the owner's business.
-        keeper = subprocess.Popen(argv, env=environment, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True)
-    return Cluster(folder, layout.node_names, keeper, accounting)
+    log = (folder / "log" / "keeper.out").open("a+b")
+    # A session of its own: a Ctrl-C in the terminal is the owner's business.
+    keeper = subprocess.Popen(argv, env=environment, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True)
+    return Cluster(folder, layout.node_names, keeper, log, accounting)
 
 
-def _end(keeper: subprocess.Popen[bytes]) -> None:
-    keeper.terminate()
-    keeper.communicate(timeout=END_TIMEOUT_S)
+def _end(cluster: Cluster) -> None:
+    cluster.said.close()
+    cluster.keeper.terminate()
+    cluster.keeper.communicate(timeout=END_TIMEOUT_S)

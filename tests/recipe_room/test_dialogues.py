@@ -174,7 +174,8 @@ class TestDigest:
             (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": CHAT}))
             config = configured(data={"train": "rows.jsonl", "tokenizer": "chat", "pack": False})
             cache = tmp_path / "tokens"
-            first = build_data(config, tokenizer, tmp_path, cache)
+            first = build_data(config, tokenizer, tmp_path, cache, staged=tmp_path / "staged")
+            assert not (tmp_path / "staged").exists()
             again = build_data(config, tokenizer, tmp_path, cache)
             assert first.digest == again.digest == build_data(config, tokenizer, tmp_path).digest
             assert first.report == again.report

@@ -194,10 +194,22 @@ def test_a_submission_whose_answer_got_lost_is_found_by_its_name(stage: Stage) -
     stage.scheduler.fail("submit", after=True)
     stage.settle()
     assert "SubmitFailed" in stage.names
-    stage.now += 3600
+    stage.now += 10
     stage.settle()
     [submitted] = [event for event in stage.events if isinstance(event, Submitted)]
     assert submitted.adopted
+    assert stage.submissions == 1
+
+
+def test_a_job_without_an_answer_is_looked_for_every_ten_seconds(stage: Stage) -> None:
+    stage.scheduler.message_timeout = 100.0
+    stage.scheduler.fail("submit")
+    stage.settle()
+    stage.scheduler.fail("find", 3)
+    begin, looks = stage.now, [method for method, _ in stage.scheduler.calls].count("find")
+    while stage.now < begin + 100:
+        stage.look()
+    assert [method for method, _ in stage.scheduler.calls].count("find") - looks in (9, 10)
     assert stage.submissions == 1
 
 
@@ -224,11 +236,11 @@ def test_a_job_that_shows_up_late_is_adopted_and_none_is_submitted_beside_it(sta
     stage.settle()
     [late] = stage.scheduler.jobs.values()
     stage.scheduler.forget(late.job_id)
-    stage.now += 70
-    stage.look()
-    stage.look()
+    for _ in range(2):
+        stage.now += 10
+        stage.look()
     stage.scheduler.jobs[late.job_id] = late
-    stage.look()
+    stage.now += 10
     stage.settle()
     [submitted] = [event for event in stage.events if isinstance(event, Submitted)]
     assert (submitted.job_id, submitted.adopted, stage.submissions) == (late.job_id, True, 1)

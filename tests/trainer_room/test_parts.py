@@ -163,7 +163,7 @@ def test_retention_keeps_the_newest_the_wanted_and_a_way_to_the_next_healthy(
 
 def test_only_foreign_staging_is_cleared(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    for name in ("a1-r0-checkpoint-4", "a2-r0-checkpoint-4", "a2-r1-checkpoint-8", "a2-r10-checkpoint-8"):
+    for name in ("a1-r0-checkpoint-4", "a2-r0-checkpoint-4", "a2-r1-checkpoint-8", "a2-r10-tokens-0"):
         (run.staging / name).mkdir(parents=True)
     clear_staging(run, 2, 1)
     assert [entry.name for entry in run.staging.iterdir()] == ["a2-r1-checkpoint-8"]

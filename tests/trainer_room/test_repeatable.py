@@ -71,7 +71,10 @@ def test_another_tokenizer_is_refused_and_tokens_are_made_once(make_rig: Callabl
     assert len(list(rig.run.tokens.iterdir())) == 2
 
     speaking(folder)
+    half_made = rig.run.staged_tokens(1, 1, 0)
+    half_made.mkdir(parents=True)  # by a trainer that was killed
     rig.finish(restart=2)
+    assert not half_made.exists()
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept.iterdir()} == made
     bytewise = make_rig("bytewise")
     bytewise.finish()

@@ -175,6 +175,10 @@ class RunDir:
         """Where a checkpoint is written before it is published."""
         return self.staging / f"a{attempt}-r{restart}-{checkpoint_name(step)}"
 
+    def staged_tokens(self, attempt: int, restart: int, rank: int) -> Path:
+        """Where a rank's tokens are until they are whole."""
+        return self.staging / f"a{attempt}-r{restart}-tokens-{rank}"
+
 
 def _entries(folder: Path) -> Iterator[Path]:
     try:
