@@ -142,7 +142,8 @@ class House:
 
     def trainers(self) -> list[int]:
         """Trainers of this run: forked by a zygote, or started cold."""
-        return [*self.processes("-m worker.train"), *(pid for pid in self.processes() if _name(pid) == TRAINER_NAME)]
+        cold = [*self.processes("-m worker.train"), *self.processes("-m tests.whole_room.light_trainer")]
+        return [*cold, *(pid for pid in self.processes() if _name(pid) == TRAINER_NAME)]
 
     def leaves_nothing(self) -> None:
         """Of a run that is over: no process, no unfinished or temporary file, and nobody who holds it, before long."""

@@ -35,6 +35,8 @@ from worker.start import Start as TrainerStart
 COMMAND = (sys.executable, "-m", "tests.whole_room.light")
 STEP_S, SAVE_S, LAST_SAVE_S, REQUEUE = "LIGHT_STEP_S", "LIGHT_SAVE_S", "LIGHT_LAST_SAVE_S", "LIGHT_REQUEUE"
 """Variables of `cluster.environment`: seconds of a step, of a save, of the one when asked to leave; 0 = no requeue."""
+TRAINER = "LIGHT_TRAINER"
+"""Another: the module of another trainer."""
 
 
 def main() -> int:
@@ -80,7 +82,7 @@ def agent_main(run_dir: str, start: Mapping[str, Any]) -> None:
     task = Task.model_validate(start)
     if os.environ.get(REQUEUE) == "0":
         task = task.model_copy(update={"requeue": None})
-    agent.run(Path(run_dir), task, "tests.whole_room.light_trainer")
+    agent.run(Path(run_dir), task, os.environ.get(TRAINER, "tests.whole_room.light_trainer"))
 
 
 class LightTrainer:
