@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from worker.agent_files import claim_attempt, has_reported, look, publish_report, trainers_word
+from worker.agent_files import claim_attempt, has_reported, look, publish_report, tell_hang, trainers_word
 from worker.agent_report import error_of_trainer, left_because, outcome_of_trainer, tells_of_a_kill
 from worker.agent_rules import (
     PEER_GRACE_S,
@@ -308,6 +308,7 @@ class Agent:
         self.say(f"ends its trainer: {end.reason}")
         if end.what == "hang":
             self.hang = watchdog.seen(process_state(child.pid))
+            tell_hang(self.run_dir, self.task, attempt, self.hang)
         if end.what in ("hang", "rank_died"):
             spread_s = min(HANG_SPREAD_S, 2 * self.config.recovery.hang_timeout_s) if end.what == "hang" else 0.0
             take_stacks(child, self._stacks(attempt), spread_s, self.clock, self.sleep)

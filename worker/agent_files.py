@@ -1,8 +1,10 @@
 """What an agent reads from the run's folder, and the two files that it writes there: claim and exit report."""
 
+import contextlib
 import os
 import socket
 import time
+from typing import Literal
 
 from worker.agent_rules import Seen, Task, ended_as, is_own
 from worker.contract.claim import Claim, read_claim, start_ticks, take_claim
@@ -35,7 +37,8 @@ def look(run_dir: RunDir, task: Task, before: Seen, last_attempt: int | None) ->
         ended_as=before.ended_as if is_known else None if attempt == last_attempt else _ended_as(run_dir, attempt),
         is_restarted=any(restart < task.restart for restart in run_dir.restarts(attempt)),
         is_twin=is_twin,
-        reported=_reported_ranks(run_dir, held, task.restart) if held else frozenset(),
+        reported=_ranks_with(run_dir, held, task.restart, "exit"),
+        hanging=_ranks_with(run_dir, held, task.restart, "hang"),
     )
 
 
@@ -55,9 +58,12 @@ def _ended_as(run_dir: RunDir, attempt: int) -> Outcome | None:
     return ended_as(reports, last is not None and last.attempt == attempt and last.is_acted)
 
 
-def _reported_ranks(run_dir: RunDir, attempt: int, restart: int) -> frozenset[int]:
-    names = (path.name for path in run_dir.restart(attempt, restart).glob("rank-*.exit.json"))
-    return frozenset(int(name.removeprefix("rank-").removesuffix(".exit.json")) for name in names)
+def _ranks_with(run_dir: RunDir, attempt: int | None, restart: int, kind: Literal["exit", "hang"]) -> frozenset[int]:
+    """The ranks of this start that left such a file."""
+    if not attempt:
+        return frozenset()
+    names = (path.name for path in run_dir.restart(attempt, restart).glob(f"rank-*.{kind}.json"))
+    return frozenset(int(name.removeprefix("rank-").removesuffix(f".{kind}.json")) for name in names)
 
 
 def claim_attempt(run_dir: RunDir, task: Task, attempt: int) -> None:
@@ -84,6 +90,12 @@ def trainers_word(run_dir: RunDir, task: Task, attempt: int) -> TrainerError:
         return read_message(run_dir.error(attempt, task.restart, task.rank), TrainerError) or TrainerError()
     except UnusableFileError:
         return TrainerError()
+
+
+def tell_hang(run_dir: RunDir, task: Task, attempt: int, hang: Hang) -> None:
+    """Let the other agents know, unless that cannot be done: a full disk must not keep a trainer alive."""
+    with contextlib.suppress(OSError):
+        publish_message(run_dir.hang(attempt, task.restart, task.rank), hang)
 
 
 def has_reported(run_dir: RunDir, task: Task, attempt: int) -> bool:

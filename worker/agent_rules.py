@@ -63,6 +63,8 @@ class Seen:
     """The claim is that of another process with the very same job, restart and rank."""
     reported: frozenset[int] = frozenset()
     """Ranks whose exit report of this start and the held attempt is there."""
+    hanging: frozenset[int] = frozenset()
+    """Ranks whose agent says that they hang in this start of the held attempt."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ class End:
 
 def trainer_rule(task: Task, seen: Seen, running: Running, asked: Asked) -> Continue | Send | End:
     """What an agent does with its running trainer."""
-    return _end(task, seen, running, asked) or _send(seen, running, asked) or Continue()
+    return _end(task, seen, running, asked) or _send(task, seen, running, asked) or Continue()
 
 
 def _end(task: Task, seen: Seen, running: Running, asked: Asked) -> End | None:
@@ -284,7 +286,9 @@ def _end(task: Task, seen: Seen, running: Running, asked: Asked) -> End | None:
     return None
 
 
-def _send(seen: Seen, running: Running, asked: Asked) -> Send | None:
+def _send(task: Task, seen: Seen, running: Running, asked: Asked) -> Send | None:
+    if seen.hanging - {task.rank} and signal.SIGUSR1 not in running.sent:
+        return Send(signal.SIGUSR1)  # where it stands now: the end of the one that hangs may break its collective
     if asked.preempted and signal.SIGTERM not in running.sent:
         return Send(signal.SIGTERM)
     is_to_save = asked.time_limit or (seen.directive is not None and seen.directive.stop == "save")

@@ -11,11 +11,12 @@ from tests.waiting import eventually
 from worker.contract.exit_report import ExitReport, Outcome
 
 BEATS = """
+TIMEOUT_S = 1.0
 from worker.pulse import Heart
 
 stacks = open(folder / f"rank-{start['rank']}.stacks.txt", "w")
 faulthandler.register(signal.SIGUSR1, stacks)
-heart = Heart(folder / f"rank-{start['rank']}.pulse.json", 1.0)
+heart = Heart(folder / f"rank-{start['rank']}.pulse.json", TIMEOUT_S)
 
 def step():
     heart.beat("training", 7)
@@ -83,6 +84,23 @@ def test_every_rank_that_waits_in_a_collective_leaves_its_stacks(room: Room) -> 
         assert "in in_a_collective" in room.run_dir.stacks(1, 0, rank).read_text()
     room.direct(2, cause="hang")
     assert [agent.wait(60) for agent in agents] == [0, 0]
+
+
+def test_a_rank_that_may_be_quiet_for_longer_leaves_its_stacks_before_its_collective_breaks(room: Room) -> None:
+    room.configure(hang_timeout_s=1.0)
+    room.trainer(1, BEATS)
+    breaks = "while not (folder / 'rank-0.exit.json').exists(): time.sleep(0.02)\n    leave(1)"
+    patient = BEATS.replace("TIMEOUT_S = 1.0", "TIMEOUT_S = 1000.0")
+    room.trainer(1, patient.replace("while True: time.sleep(0.05)", breaks), rank=1)
+    room.direct(1)
+    for rank in (0, 1):
+        room.agent(rank=rank, world=2)
+    for rank in (0, 1):
+        room.noted("ready", rank=rank)
+    (room.path / "stuck").touch()
+    assert room.report(rank=1).outcome is Outcome.CRASHED
+    assert hung(room.report()) == ("training", 7, True)
+    assert "in in_a_collective" in room.run_dir.stacks(1, 0, 1).read_text()
 
 
 def test_a_trainer_that_cannot_answer_leaves_what_proc_says(room: Room) -> None:

@@ -205,6 +205,8 @@ RUNS = [
     ("preempted, sent", held(), Running(3, frozenset({signal.SIGTERM}), 59.0), Asked(preempted=True), Continue()),
     ("preempted for long", held(), Running(3, frozenset({signal.SIGTERM}), 60.0), Asked(preempted=True), "preempted"),
     ("time limit", held(), Running(3), Asked(time_limit=True), Send(signal.SIGUSR2)),
+    ("another rank hangs", held(hanging=frozenset({1})), Running(3), Asked(), Send(signal.SIGUSR1)),
+    ("its own hang", held(hanging=frozenset({0})), Running(3), Asked(), Continue()),
     ("time limit, sent", held(), Running(3, frozenset({signal.SIGUSR2})), Asked(time_limit=True), Continue()),
     ("stop save", held(directive=directive(stop="save")), Running(3), Asked(), Send(signal.SIGUSR2)),
     ("stop now", held(directive=directive(stop="now")), Running(3), Asked(), "stop"),

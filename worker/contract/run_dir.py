@@ -160,6 +160,9 @@ class RunDir:
     def stacks(self, attempt: int, restart: int, rank: int) -> Path:
         return self.restart(attempt, restart) / f"rank-{rank}.stacks.txt"
 
+    def hang(self, attempt: int, restart: int, rank: int) -> Path:
+        return self.restart(attempt, restart) / f"rank-{rank}.hang.json"
+
     def restarts(self, attempt: int) -> list[int]:
         """Restart counts of ``attempt`` that left a folder, in ascending order."""
         names = (entry.name for entry in _entries(self.attempt(attempt)))
