@@ -43,7 +43,9 @@ def _evidence(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:
             yield report.host, found
     if run.has_live_job:
         for name in lost_nodes(run, seen):
-            yield name, f"Slurm gave it up under job {run.job_id}: {seen.nodes[name].why or seen.nodes[name].state}"
+            node = seen.nodes.get(name)
+            why = (node.why or node.state) if node is not None and node.is_down else "taken off it while it ran"
+            yield name, f"Slurm gave it up under job {run.job_id}: {why}"
     yield from _of_verdict(run, seen)
     if seen.job is not None and seen.job.job_id == run.job_id and not seen.reports:
         yield from _of_job(run, seen.job)

@@ -17,6 +17,8 @@ class JobMemory:
     restarts: int = 0
     ran_on: tuple[str, ...] = ()
     """Nodes of its newest start, kept while it waits for the next one: Slurm takes a lost node off the list."""
+    gone: frozenset[str] = frozenset()
+    """Those of them that Slurm took off the job while it ran: it gave them up, however they are now."""
     ran_at_restart: int | None = None
     ran_since: float = 0.0
     """When that start was first seen."""
@@ -59,7 +61,8 @@ def _see(memory: JobMemory, event: JobSeen) -> JobMemory:
     if event.nodes and event.state in _RUNS:
         if memory.ran_at_restart != event.restarts:
             memory = replace(memory, ran_on=(), ran_at_restart=event.restarts, ran_since=event.time)
-        memory = replace(memory, ran_on=tuple(dict.fromkeys([*memory.ran_on, *event.nodes])))
+        ran_on = tuple(dict.fromkeys([*memory.ran_on, *event.nodes]))
+        memory = replace(memory, ran_on=ran_on, gone=frozenset(ran_on) - set(event.nodes))
     if event.state not in _WAITS:
         return replace(memory, waits_since=None, fallbacks=0)
     failed = event.state == JobState.HELD.value and reasons.names_failed_launch(event.why)

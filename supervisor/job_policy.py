@@ -61,9 +61,15 @@ def _cause_of_requeue(run: RunState, seen: Observation) -> tuple[Cause, str]:
 
 
 def _with_reasons(nodes: list[str], seen: Observation) -> str:
-    return ", ".join(
-        f"{name} is {seen.nodes[name].state} ({seen.nodes[name].why or 'no reason given'})" for name in nodes
-    )
+    return ", ".join(f"{name} {_fate(name, seen)}" for name in nodes)
+
+
+def _fate(name: str, seen: Observation) -> str:
+    """What became of a lost node."""
+    node = seen.nodes.get(name)
+    if node is None or not (node.is_down or node.is_silent):
+        return "was taken off the job, and may be back since"
+    return f"is {node.state} ({node.why or 'no reason given'})"
 
 
 def _is_unclaimed(run: RunState, seen: Observation) -> bool:

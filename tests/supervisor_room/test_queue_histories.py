@@ -100,6 +100,31 @@ def test_a_job_that_goes_on_without_a_node_is_ended_and_submitted_afresh(tmp_pat
     assert (stage.submissions, stage.state) == (2, "queued")
 
 
+def test_a_node_that_is_back_before_anybody_looked_was_lost_all_the_same(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, cluster={"nodes": 2})
+    in_training(stage, ("n1", "n2"))
+    first = stage.job_id
+    stage.scheduler.node_states["n2"] = Node("n2", "idle")
+    stage.scheduler.set_state(first, JobState.RUNNING, nodes=("n1",))
+    stage.leave(Outcome.CRASHED)  # its collective broke
+    stage.settle()
+    last = those(stage, Continued)[-1]
+    assert (last.where, ("cancel", first) in stage.scheduler.calls) == ("new_job", True)
+    assert [strike.node for strike in those(stage, NodeStruck)] == ["n2"]
+    assert (stage.submissions, stage.state) == (2, "queued")
+
+
+def test_a_running_job_that_lost_a_node_for_a_moment_is_submitted_afresh(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, cluster={"nodes": 2})
+    in_training(stage, ("n1", "n2"))
+    stage.scheduler.node_states["n2"] = Node("n2", "idle")
+    stage.scheduler.set_state(stage.job_id, JobState.RUNNING, nodes=("n1",))
+    stage.settle()
+    last = those(stage, Continued)[-1]
+    assert (last.cause, last.where) == ("node_failed", "new_job")
+    assert "n2 was taken off the job" in last.reason
+
+
 def test_a_crash_on_a_lost_node_is_no_relaunch_beside_it(tmp_path: Path) -> None:
     stage = Stage(tmp_path, cluster={"nodes": 2})
     in_training(stage, ("n1", "n2"))
