@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 
 from slurm.local_cluster.configuration import missing_packages
 from supervisor.journal import (
+    Cancelled,
     Continued,
     DrainSeen,
     JobChanged,
@@ -23,7 +25,7 @@ from supervisor.journal import (
 )
 from tests.conftest import need
 from tests.waiting import eventually
-from tests.whole_room.house import House
+from tests.whole_room.house import KILL, House, send
 from tests.whole_room.light import LAST_SAVE_S, REQUEUE, SAVE_S, STEP_S
 from tests.whole_room.survival import (
     Scenario,
@@ -36,7 +38,8 @@ from tests.whole_room.survival import (
     survival_cluster,
     told,
 )
-from worker.contract.exit_report import Outcome
+from worker.contract.exit_report import ExitReport, Outcome
+from worker.contract.files import read_message
 
 pytestmark = [pytest.mark.slurm, pytest.mark.training]
 SLOW = {STEP_S: "0.1"}
@@ -54,9 +57,13 @@ def preempted(site: Site) -> None:
     """Saved at the next step, requeued by its own agent, hurried, on as if nothing had been."""
     house = site.start(site.house(variables=SLOW))
     house.waits_for_step(25)
-    site.occupy(seconds=3)
+    preemptor = site.occupy(seconds=3)
     moved = house.waits_for(StartMoved)
     ends_whole(house)
+    saved = read_message(house.run.exit_report(1, 0, 0), ExitReport)
+    assert saved is not None
+    began = datetime.fromisoformat(site.shown(preemptor)["StartTime"]).timestamp()
+    assert began - saved.ended < 45  # a minute of grace was left: it waited for the save, and for nothing else
     left = house.those(WorkerLeft)[0]
     assert (left.outcome, left.saved_step) == (Outcome.LEFT, left.step)
     assert first_steps(house) == [1, (left.step or 0) + 1]
@@ -291,6 +298,34 @@ def failed_launch(site: Site) -> None:
     assert len(jobs_of(house)) == 1
 
 
+def failed_launch_twice(site: Site) -> None:
+    """Held again after it was released: a fresh job."""
+    flag = site.folder.parent / f"fail-prolog-{site.name}"
+    flag.touch()
+    house = site.start(site.house())
+    house.until(lambda: any("launch failed" in event.why for event in house.those(JobSeen)))
+    site.resume(site.nodes[0])
+    house.waits_for(Submitted, 2)
+    flag.unlink()
+    site.resume(site.nodes[0])
+    ends_whole(house)
+    assert [event.what for event in house.those(JobChanged)] == ["released"]
+    assert [event.job_id for event in house.those(Cancelled)] == jobs_of(house)[:1]
+    assert (causes(house), len(jobs_of(house))) == (["first", "vanished"], 2)
+
+
+def agent_killed(site: Site) -> None:
+    """Its trainer dies with it, the job ends without a report, and a fresh one goes on from the newest checkpoint."""
+    house = site.start(site.house(variables=SLOW))
+    house.waits_for_step(45)
+    [agent] = house.processes("submitit.core._submit")
+    send(agent, KILL)
+    house.until(lambda: len(first_steps(house)) == 2)
+    assert first_steps(house) == [1, 41]
+    ends_whole(house)
+    assert (causes(house), len(jobs_of(house))) == (["first", "vanished"], 2)
+
+
 def fallback(site: Site) -> None:
     """A limit of the QOS keeps the job waiting: named, and after a while another QOS is tried."""
     site.cluster.ask("sacctmgr", "--immediate", "add", "qos", site.name, "MaxJobsPerUser=1")
@@ -346,12 +381,15 @@ SCENARIOS: dict[Scenario, int] = {
     time_limit: 1,
     over_time_limit: 1,
     failed_launch: 1,
+    failed_launch_twice: 1,
+    agent_killed: 1,
     fallback: 2,
     impossible: 1,
     cancelled: 1,
 }
 """With the number of nodes that each needs."""
 CONF = {
+    "preempted": "PreemptMode=REQUEUE GraceTime=60",
     "over_time_limit": "OverTimeLimit=1",
     "cancel_mode": "PreemptMode=CANCEL GraceTime=5",
     "no_grace": "PreemptMode=REQUEUE GraceTime=0",
