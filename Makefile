@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exact bench-long lint slurm views pictures clean
+.PHONY: help demo test exact chaos bench-long lint slurm views pictures clean
 
 help:
 	@echo "make demo   a real training run that spikes, rolls back and finishes, on this machine"
 	@echo "make test   all tests, the ones on a real Slurm too"
 	@echo "make exact  every combination of what must survive an interruption to the bit (SEED=n draws other moments)"
+	@echo "make chaos  training runs under faults at random times on a real Slurm (SEED=n, COUNT=n faults, four a run)"
 	@echo "make bench-long  trains fifty tiny runs and scores the detector and the rules of other tools on them"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 
@@ -38,6 +39,11 @@ test: .venv/ready slurm views
 exact: .venv/ready
 	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest \
 		tests/trainer_room/test_exact.py tests/trainer_room/test_whole_saves.py $(PYTEST_ARGS)
+
+# Two runs beside each other, two minutes each on two calm cores. What is left of a run that went wrong is in runs/chaos.
+chaos: .venv/ready slurm
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.whole_room.chaos --count $(or $(COUNT),12) $(if $(SEED),--seed $(SEED)) \
+		--keep runs/chaos
 
 # The README's pictures, from a real run.
 pictures: .venv/ready views
