@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from slurm import reasons
 from slurm.job import JobState
-from supervisor.journal import DrainSeen, Event, JobChanged, JobSeen, StartMoved, Submitted
+from supervisor.journal import DrainSeen, Event, JobChanged, JobSeen, StartMoved, SubmitIntended, Submitted
 
 _WAITS = frozenset({JobState.PENDING.value, JobState.HELD.value})
 _RUNS = frozenset({JobState.RUNNING.value, JobState.CONFIGURING.value, JobState.SUSPENDED.value})
@@ -12,7 +12,7 @@ _RUNS = frozenset({JobState.RUNNING.value, JobState.CONFIGURING.value, JobState.
 
 @dataclass(frozen=True)
 class JobMemory:
-    """The fold of one job's events; only ``may_hurry`` outlives the job."""
+    """The fold of one job's events, from the intent to submit it; only ``may_hurry`` outlives the job."""
 
     restarts: int = 0
     ran_on: tuple[str, ...] = ()
@@ -35,6 +35,8 @@ class JobMemory:
     draining: frozenset[str] = frozenset()
     """Its nodes that an administrator drains, as far as it was told."""
     hurried_restart: int | None = None
+    warning_s: int | None = None
+    """How long before its limit it is told to save, where it was submitted with more than a guess."""
     may_hurry: bool = True
     """Whether a requeued job's start may be moved: not after a launch that failed where it was."""
 
@@ -42,8 +44,10 @@ class JobMemory:
 def remember(memory: JobMemory, event: Event) -> JobMemory:
     """The memory after one more event."""
     match event:
+        case SubmitIntended():
+            return replace(memory, warning_s=event.warning_s)
         case Submitted():
-            return JobMemory(may_hurry=memory.may_hurry)
+            return JobMemory(may_hurry=memory.may_hurry, warning_s=memory.warning_s)
         case JobSeen():
             return _see(memory, event)
         case StartMoved():

@@ -9,6 +9,7 @@ from slurm.job import JobState, JobStatus, Reservation
 from slurm.parsing import duration_s, duration_text
 from supervisor.attempts import Rules, lost_nodes
 from supervisor.decision import Cancel, ChangeJob, Decision, StartNow, Wait
+from supervisor.job_request import warning_s
 from supervisor.observation import Observation
 from supervisor.run_state import RunState
 
@@ -65,7 +66,7 @@ def _fit(run: RunState, seen: Observation, rules: Rules, job: JobStatus) -> Deci
         return None
     old = duration_text(job.limit_s)
     fits_s, reservation = fitting_limit_s(full_s, seen.now, seen.reservations, rules.cluster.reservation)
-    shortest_s = duration_s(rules.cluster.min_time or "")
+    shortest_s = _shortest_s(run, rules)
     if reservation is None or shortest_s is None or fits_s < shortest_s:
         if job.limit_s > full_s - _MINUTE_S:
             return None
@@ -75,6 +76,17 @@ def _fit(run: RunState, seen: Observation, rules: Rules, job: JobStatus) -> Deci
         return None
     reason = f"{duration_text(fits_s)} fit before the maintenance {reservation.name}; the next job has the full limit"
     return ChangeJob(job.job_id, "time_limit", reason, old, duration_text(fits_s))
+
+
+def _shortest_s(run: RunState, rules: Rules) -> float | None:
+    """The shortest limit that may be used before a maintenance; None where the job is to wait.
+
+    A job keeps the warning that it was submitted with, which is to be at most a third of the time that it has.
+    """
+    if rules.cluster.min_time is None:
+        return None
+    warned_s = run.memory.warning_s or warning_s(rules.cluster.time_limit)
+    return max(duration_s(rules.cluster.min_time) or 0.0, 3.0 * warned_s)
 
 
 def fitting_limit_s(

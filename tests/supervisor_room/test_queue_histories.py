@@ -289,7 +289,9 @@ def test_before_a_maintenance_a_job_gets_what_fits_and_the_full_limit_afterwards
     assert stage.names.index("StartMoved") > stage.names.index("JobChanged", stage.names.index("JobChanged") + 1)
 
 
-@pytest.mark.parametrize(("starts_in", "min_time"), [(5 * HOUR, None), (20 * MINUTE, "00:30:00")])
+@pytest.mark.parametrize(
+    ("starts_in", "min_time"), [(5 * HOUR, None), (20 * MINUTE, "00:30:00"), (6 * MINUTE, "00:01:00")]
+)
 def test_too_little_time_before_a_maintenance_is_not_used_and_status_says_when_it_starts(
     tmp_path: Path, starts_in: float, min_time: str | None
 ) -> None:

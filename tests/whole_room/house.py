@@ -174,6 +174,11 @@ def send(pid: int, number: signal.Signals) -> None:
         return
 
 
+def parent_of(pid: int) -> int:
+    """The process that started this one: of a trainer, its agent."""
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+
+
 def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()

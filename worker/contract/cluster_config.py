@@ -43,7 +43,8 @@ class ClusterConfig(Section):
     time_limit: str = "1-00:00:00"
     """As in Slurm: ``days-hours:minutes:seconds``."""
     min_time: str | None = None
-    """The shortest time limit worth starting with before a maintenance; null = wait until it is over."""
+    """The shortest time limit worth starting with before a maintenance, three times its warning at least; null = wait
+    until it is over."""
     fallback: Annotated[tuple[Fallback, ...], Field(strict=False)] = ()
     """Partitions and QOS to try, one after the other, for a job that does not start."""
     setup: Annotated[tuple[str, ...], Field(strict=False)] = ()
