@@ -30,7 +30,7 @@ from supervisor.decision import (
     Wait,
     WouldDo,
 )
-from supervisor.exclusion import can_spare, fitting
+from supervisor.exclusion import can_spare, fits, fitting
 from supervisor.job_policy import waits_after_requeue
 from supervisor.job_request import worker_request
 from supervisor.journal import (
@@ -334,7 +334,7 @@ def _request(run: SupervisedRun, exclude: Collection[str]) -> JobRequest:
 def _exclude(run: SupervisedRun, decision: Exclude) -> None:
     """Leave a node out of the jobs to come; where the request would not fit without it, say so and keep it."""
     nodes = {*run.state.excluded(run.clock()), decision.node}
-    can_be_spared = can_spare(run.scheduler, partial(_request, run), nodes)
+    can_be_spared = decision.until is None or can_spare(run.scheduler, partial(_request, run), nodes)
     kept = "" if can_be_spared else "; it is kept, for the request would not fit without it"
     until = decision.until if can_be_spared else None
     reason = f"{decision.reason}{kept}"
@@ -381,7 +381,7 @@ def _apply_change(run: SupervisedRun, decision: ChangeJob) -> None:
             run.scheduler.release(decision.job_id)
         case "exclude":
             nodes = (decision.new or "").split(",")
-            if not can_spare(run.scheduler, partial(_request, run), nodes):
+            if not fits(run.scheduler, _request(run, nodes)):
                 raise SchedulerError("the request would not fit without it", ["test_only"])
             own = run.config.cluster.exclude  # the scheduler keeps one list, and the person's own is in it
             run.scheduler.change(decision.job_id, exclude_nodes=[*([own] if own else []), *nodes])

@@ -103,11 +103,13 @@ def lost_nodes(run: RunState, seen: Observation) -> list[str]:
     """Nodes of the job's newest start that Slurm has given up, whether the job goes on without them or not.
 
     One that is silent counts once the job there is over or back in the queue: Slurm may show it as completing still.
+    Not one that an administrator drained: it may be silent because it is put into order.
     One that was taken off the running job counts though it is back already: what ran there is not.
     """
     has_ended = seen.job is not None and (seen.job.state in _QUEUED or seen.job.state in MAY_COME_BACK)
     nodes = [seen.nodes[name] for name in run.memory.ran_on if name in seen.nodes]
-    return sorted(run.memory.gone.union(each.name for each in nodes if each.is_down or (has_ended and each.is_silent)))
+    silent = {each.name for each in nodes if has_ended and each.is_silent} - run.memory.draining
+    return sorted(run.memory.gone | silent | {each.name for each in nodes if each.is_down})
 
 
 def plan_attempt(

@@ -62,7 +62,8 @@ class Exclude:
     """Leave a node out of the jobs to come, if the request still fits without it."""
 
     node: str
-    until: float
+    until: float | None
+    """None: it may be used again from now on."""
     evidence: str
     reason: str
 

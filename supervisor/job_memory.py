@@ -4,7 +4,16 @@ from dataclasses import dataclass, replace
 
 from slurm import reasons
 from slurm.job import JobState
-from supervisor.journal import DrainSeen, Event, JobChanged, JobSeen, StartMoved, SubmitIntended, Submitted
+from supervisor.journal import (
+    DrainSeen,
+    Event,
+    JobChanged,
+    JobSeen,
+    NodeExcluded,
+    StartMoved,
+    SubmitIntended,
+    Submitted,
+)
 
 _WAITS = frozenset({JobState.PENDING.value, JobState.HELD.value})
 _RUNS = frozenset({JobState.RUNNING.value, JobState.CONFIGURING.value, JobState.SUSPENDED.value})
@@ -29,6 +38,8 @@ class JobMemory:
     fallback_at: float = 0.0
     avoids: frozenset[str] = frozenset()
     """Nodes that it was told to avoid after its submission."""
+    readmits: bool = False
+    """Whether a node that was left out was allowed again since its submission."""
     was_released: bool = False
     refused: frozenset[tuple[int, str]] = frozenset()
     """Restart count and kind of the changes that the scheduler did not allow."""
@@ -52,6 +63,8 @@ def remember(memory: JobMemory, event: Event) -> JobMemory:
             return _see(memory, event)
         case StartMoved():
             return replace(memory, hurried_restart=memory.restarts)
+        case NodeExcluded():
+            return replace(memory, readmits=memory.readmits or event.until is None)
         case DrainSeen():
             return replace(memory, draining=memory.draining | set(event.nodes))
         case JobChanged():

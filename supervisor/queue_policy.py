@@ -8,7 +8,7 @@ from slurm import reasons
 from slurm.job import JobState, JobStatus, Reservation
 from slurm.parsing import duration_s, duration_text
 from supervisor.attempts import Rules, lost_nodes
-from supervisor.decision import Cancel, ChangeJob, Decision, StartNow, Wait
+from supervisor.decision import Cancel, ChangeJob, Decision, Exclude, StartNow, Wait
 from supervisor.job_request import warning_s
 from supervisor.observation import Observation
 from supervisor.run_state import RunState
@@ -23,7 +23,8 @@ def follow_queue(run: RunState, seen: Observation, rules: Rules, job: JobStatus)
         return _answer_failed_launch(run, job)
     if job.state is JobState.PENDING:
         step = (
-            _avoid(run, seen, job)
+            _readmit(run, seen, job)
+            or _avoid(run, seen, job)
             or _fit(run, seen, rules, job)
             or _hurry(run, job)  # after what can only be changed while it waits
             or _fall_back(run, seen, rules, job)
@@ -40,6 +41,21 @@ def _answer_failed_launch(run: RunState, job: JobStatus) -> Decision:
     if run.job_id in run.cancelled_by_us:
         return Wait("the cancelled job is about to end")
     return Cancel(job.job_id, "its launch failed again: a fresh job is needed")
+
+
+def _readmit(run: RunState, seen: Observation, job: JobStatus) -> Decision | None:
+    """Nodes that were left out while others were away come back where the job can never start without them.
+
+    Slurm has put such a job aside, so that it needs a fresh one.
+    """
+    if "BadConstraints" not in job.why or run.job_id in run.cancelled_by_us:
+        return None
+    for excluded in run.excluded(seen.now).values():
+        reason = f"the request does not fit without {excluded.node}: it may be used again"
+        return Exclude(excluded.node, None, excluded.evidence, reason)
+    if run.memory.avoids or run.memory.readmits:
+        return Cancel(job.job_id, "it does not fit without the nodes that it was told to avoid: a fresh job is needed")
+    return None
 
 
 def _avoid(run: RunState, seen: Observation, job: JobStatus) -> Decision | None:

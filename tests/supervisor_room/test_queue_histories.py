@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slurm.job import JobState, Node, Reservation
-from supervisor.journal import Continued, DrainSeen, JobChanged, JobSeen, NodeStruck, SubmitIntended
+from supervisor.journal import Continued, DrainSeen, JobChanged, JobSeen, NodeExcluded, NodeStruck, SubmitIntended
 from supervisor.queue_policy import fitting_limit_s
 from supervisor.report.standing_text import detail_lines
 from supervisor.runs import standing
@@ -72,6 +72,51 @@ def test_a_node_that_only_does_not_answer_counts_once_its_job_is_back_in_the_que
     requeue(stage)
     stage.settle()
     assert changes(stage) == [("exclude", "n1")]
+
+
+def test_a_drained_node_that_is_silent_while_it_is_put_into_order_was_not_lost(stage: Stage) -> None:
+    in_training(stage)
+    stage.scheduler.node_states["n1"] = Node("n1", "draining", "kernel")
+    stage.settle()
+    stage.scheduler.node_states["n1"] = Node("n1", "idle", is_silent=True)
+    requeue(stage)
+    stage.settle()
+    assert (changes(stage), those(stage, NodeStruck)) == ([], [])
+
+
+def test_nothing_is_left_out_while_the_request_does_not_fit_with_all_nodes_either(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, cluster={"nodes": 2})
+    in_training(stage, ("n1", "n2"))
+    stage.scheduler.node_names = ("n3",)  # the others are away, for now
+    lose(stage, "n2")
+    requeue(stage)
+    stage.settle()
+    [change] = those(stage, JobChanged)
+    assert (change.what, change.error) == ("exclude", "the request would not fit without it")
+
+
+def test_what_was_left_out_comes_back_where_the_job_can_never_start_without_it(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, cluster={"nodes": 2}, recovery={"node_strikes": 1})
+    in_training(stage, ("n1", "n2"))
+    first = stage.job_id
+    lose(stage, "n2")
+    requeue(stage)
+    stage.settle()
+    assert (changes(stage), list(stage.watched.run.state.excluded(stage.now))) == ([("exclude", "n2")], ["n2"])
+    stage.scheduler.node_names = ("n2", "n3")
+    stage.scheduler.node_states["n2"] = Node("n2", "idle")
+    stage.scheduler.set_state(first, JobState.PENDING, why="BadConstraints", restarts=1)
+    stage.settle()
+    assert [(each.node, each.until) for each in those(stage, NodeExcluded)][1:] == [("n2", None)]
+    assert (stage.submissions, stage.job_id != first, stage.state) == (2, True, "queued")
+    assert stage.scheduler.requests[stage.job_id].exclude_nodes == ()
+
+
+def test_constraints_that_a_person_chose_are_that_persons_to_mend(stage: Stage) -> None:
+    stage.settle()
+    stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="BadConstraints")
+    stage.settle()
+    assert (stage.submissions, "cluster.constraint" in stage.watched.run.state.reason) == (1, True)
 
 
 def test_the_only_node_that_fits_is_not_excluded(stage: Stage) -> None:
