@@ -26,7 +26,7 @@ from supervisor.journal import (
 from supervisor.requests import Request, read_request, request_news
 from supervisor.run_state import RunState
 from worker.contract.claim import Claim, read_claim
-from worker.contract.exit_report import ExitReport, Outcome
+from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ExitReport, Outcome
 from worker.contract.files import AnyMessage, UnusableFileError, read_message
 from worker.contract.loss_history import ACTED, HistoryReader, Record
 from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
@@ -165,13 +165,18 @@ def _claim(run_dir: RunDir, attempt: int) -> Claim | None:
 
 
 def newest_reports(run_dir: RunDir, attempt: int) -> dict[int, ExitReport]:
-    """Exit reports of the newest start of ``attempt`` that left any folder, by rank."""
-    restarts = run_dir.restarts(attempt) if attempt else []
-    if not restarts:
-        return {}
-    folder = run_dir.restart(attempt, restarts[-1])
-    found = (_read(path, ExitReport) for path in sorted(folder.glob("rank-*.exit.json")))
-    return {report.rank: report for report in found if report is not None}
+    """Exit reports of the newest start of ``attempt`` that left any folder, by rank.
+
+    Of an earlier start, where the newest has none, if it ended so that the agents of a later one wait for a directive.
+    """
+    newest_first = run_dir.restarts(attempt)[::-1] if attempt else []
+    for restart in newest_first:
+        paths = sorted(run_dir.restart(attempt, restart).glob("rank-*.exit.json"))
+        found = {report.rank: report for path in paths if (report := _read(path, ExitReport))}
+        is_awaited = any(report.outcome in WAITS_FOR_A_DIRECTIVE for report in found.values())
+        if is_awaited or (found and restart == newest_first[0]):
+            return found
+    return {}
 
 
 def newest_pulses(run_dir: RunDir, attempt: int, ranks: Iterable[int]) -> dict[int, Pulse]:
@@ -378,7 +383,7 @@ def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
         return
     restarts = max(seen.job.restarts if seen.job else 0, run.job.restarts if run.job else 0)
     report = min(seen.reports.values(), key=lambda each: (_TELLS_MOST.index(each.outcome), each.rank))
-    if report.restart < restarts:
+    if report.restart < restarts and report.outcome not in WAITS_FOR_A_DIRECTIVE:
         return  # that start is over and done with: Slurm put the job back
     if run.awaits_attempt and report.outcome is not Outcome.DONE:
         return  # a person's resume has answered it: the next attempt is about to be decided

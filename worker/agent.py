@@ -16,7 +16,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from worker.agent_files import claim_attempt, has_reported, look, publish_report, tell_hang, trainers_word
+from worker.agent_files import (
+    claim_attempt,
+    has_reported,
+    has_run_before,
+    look,
+    publish_report,
+    tell_hang,
+    trainers_word,
+)
 from worker.agent_report import error_of_trainer, left_because, outcome_of_trainer, tells_of_a_kill
 from worker.agent_rules import (
     PEER_GRACE_S,
@@ -155,6 +163,7 @@ class Agent:
     def prepare(self) -> None:
         """Read the run's settings, and with them how its trainers are started."""
         self.config = config.read(self.run_dir.config)
+        self.has_run_before = has_run_before(self.run_dir, self.task)
         environment = trainer_environment(os.environ, self.task, self.config.cluster.cpus_per_task)
         zygote = self.config.training.zygote
         self.trainers = Trainers(self.trainer, environment, self._log(), zygote, self.say, self.clock)
@@ -187,6 +196,8 @@ class Agent:
             self.sleep(WAIT_LOOK_S)
 
     def _decide(self, seen: Seen | None) -> Move:
+        if self.has_run_before:
+            return Fenced("this very start has been here before, and its files would be taken for this one's")
         rules = self.config.recovery
         return start_rule(self.task, seen or Seen(), self.past, self.asked(), rules.relaunches_in_allocation)
 

@@ -42,6 +42,17 @@ def look(run_dir: RunDir, task: Task, before: Seen, last_attempt: int | None) ->
     )
 
 
+def has_run_before(run_dir: RunDir, task: Task) -> bool:
+    """Whether this very start reported already: a controller that lost its memory starts a job with an old count."""
+    try:
+        directive = read_directive(run_dir.directive)
+        path = run_dir.exit_report(directive.attempt, task.restart, task.rank) if directive else None
+        report = read_message(path, ExitReport) if path else None
+    except (UnusableFileError, OSError):
+        return False
+    return report is not None and report.job_id == task.job_id
+
+
 def _claim(run_dir: RunDir, attempt: int | None) -> Claim | None:
     return read_claim(run_dir.claim(attempt)) if attempt else None
 

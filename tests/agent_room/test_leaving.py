@@ -10,6 +10,7 @@ import pytest
 from agent_rooms import Room, is_alive
 
 from tests.waiting import eventually
+from worker.agent_files import claim_attempt, publish_report
 from worker.contract.claim import read_claim
 from worker.contract.exit_report import ExitReport, Outcome
 
@@ -321,6 +322,18 @@ def test_whoever_else_comes_leaves_and_touches_nothing(room: Room, twin: dict[st
     assert room.agent(**twin).wait(60) == 0
     assert sorted(room.run_dir.attempts.rglob("*")) == before
     assert len(room.notes("started")) == 1
+
+
+def test_a_start_that_the_scheduler_makes_twice_leaves_whatever_its_rank(room: Room) -> None:
+    """A controller that was killed before it had written a start down makes it again, with the same restart count."""
+    room.trainer(1, SAVES_ON_TERM, rank=1)
+    room.direct(1)
+    claim_attempt(room.run_dir, room.task(restart=1), 1)
+    rank_1 = room.task(restart=1, rank=1, world=2)
+    publish_report(room.run_dir, rank_1, 1, Outcome.LEFT, None, 0.0)
+    assert room.agent(restart=1, rank=1, world=2).wait(60) == 0
+    assert room.said("has been here before")
+    assert room.notes("started") == []
 
 
 def test_a_restart_goes_on_by_itself_or_waits_as_the_directive_says(room: Room) -> None:

@@ -130,6 +130,18 @@ def test_the_only_node_that_fits_is_not_excluded(stage: Stage) -> None:
     assert stage.scheduler.requests[stage.job_id].exclude_nodes == ()
 
 
+def test_a_crash_that_was_reported_after_the_requeue_is_answered_for_the_agents_wait(stage: Stage) -> None:
+    """On a node that Slurm gave up an agent lives on, and reports when its trainer dies."""
+    in_training(stage)
+    requeue(stage, why="Priority")
+    stage.settle()
+    stage.start_job(restarts=1)
+    stage.settle()
+    stage.leave(Outcome.CRASHED, restart=0)
+    stage.settle()
+    assert [(each.cause, each.where) for each in those(stage, Continued)][1:] == [("crash", "same_allocation")]
+
+
 def test_a_job_that_goes_on_without_a_node_is_ended_and_submitted_afresh(tmp_path: Path) -> None:
     stage = Stage(tmp_path, cluster={"nodes": 2})
     in_training(stage, ("n1", "n2"))
