@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from supervisor.cli import main
 from supervisor.diagnosis import HARMLESS, OF_VERDICTS, SHAPES, SPECIFIC, diagnose, explain
 from supervisor.evidence import Evidence
 from supervisor.journal import Continued, Diagnosis, Event, JobSeen, NodeStruck, RolledBack, WorkerLeft
@@ -362,6 +363,50 @@ def test_a_persons_rollback_needs_no_explanation_and_a_spoilt_history_stops_no_a
     stage.settle()
     [told] = [event for event in stage.events if isinstance(event, RolledBack)]
     assert told.diagnosis is not None
+
+
+def spoil(stage: Stage, how: str) -> None:
+    run = stage.run_dir
+    match how:
+        case "no history":
+            run.history.unlink()
+        case "torn history":
+            run.history.write_bytes(run.history.read_bytes()[:-300])
+        case "torn journal":
+            run.journal.write_bytes(run.journal.read_bytes()[:-20])
+        case "no data report":
+            run.data_report.write_text("{")
+        case "spoilt config":
+            run.config.write_text("run: [")
+        case "history of another tool":
+            run.history.write_text('[\n{"loss": 1}\n]\n')
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("no history", 0),
+        ("torn history", 0),
+        ("torn journal", 0),
+        ("no data report", 0),
+        ("spoilt config", 2),
+        ("history of another tool", 2),
+    ],
+)
+def test_any_run_can_be_diagnosed_and_none_is_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, code: int
+) -> None:
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.spike(38, onset=36)
+    stage.train(60)
+    spoil(stage, how)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(["diagnose", str(stage.run_dir.path)]) == code
+    printed = capsys.readouterr()
+    assert (printed.out != "", printed.err.count("\n")) == (code == 0, 0 if code == 0 else 1)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 # -- never an exception, whatever a history holds ----------------------------------------------------------------------
