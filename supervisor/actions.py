@@ -37,6 +37,7 @@ from supervisor.journal import (
     AttemptDecided,
     CancelIntended,
     Cancelled,
+    ChangeIntended,
     Continued,
     Diagnosis,
     Event,
@@ -165,6 +166,8 @@ def finish_open_intent(run: SupervisedRun) -> None:
         case CancelIntended():
             _end_job(run, intent.job_id)
             run.record(Cancelled(job_id=intent.job_id, reason=f"job {intent.job_id}"))
+        case ChangeIntended():
+            _finish_change(run, intent)
         case None:
             return
 
@@ -353,42 +356,49 @@ def _end_job(run: SupervisedRun, job_id: str) -> None:
 
 
 def _start_now(run: SupervisedRun, decision: StartNow) -> None:
-    run.scheduler.start_now(decision.job_id)
+    """Ask for it at each pass until it takes; told once, and before: a successor asks, too, while it has not taken."""
     restarts = run.state.job.restarts if run.state.job is not None else 0
     if run.state.start_moved != (decision.job_id, restarts):
         run.record(StartMoved(job_id=decision.job_id, reason=decision.reason))
+    run.scheduler.start_now(decision.job_id)
 
 
 def _change(run: SupervisedRun, decision: ChangeJob) -> None:
+    intent = ChangeIntended(**vars(decision))
+    run.record(intent)
+    _finish_change(run, intent)
+
+
+def _finish_change(run: SupervisedRun, intent: ChangeIntended) -> None:
     """Change a job in the queue; what the scheduler does not allow is an event too, and is not tried again."""
     error = None
     try:
-        _apply_change(run, decision)
+        _apply_change(run, intent)
     except SchedulerError as refusal:
         if not refusal.answered:
             raise
         error = str(refusal)
-    reason = decision.reason if error is None else f"not changed ({error}): {decision.reason}"
+    reason = intent.reason if error is None else f"not changed ({error}): {intent.reason}"
     changed = JobChanged(
-        job_id=decision.job_id, what=decision.what, old=decision.old, new=decision.new, error=error, reason=reason
+        job_id=intent.job_id, what=intent.what, old=intent.old, new=intent.new, error=error, reason=reason
     )
     run.record(changed)
 
 
-def _apply_change(run: SupervisedRun, decision: ChangeJob) -> None:
-    match decision.what:
+def _apply_change(run: SupervisedRun, change: ChangeIntended) -> None:
+    match change.what:
         case "released":
-            run.scheduler.release(decision.job_id)
+            run.scheduler.release(change.job_id)
         case "exclude":
-            nodes = (decision.new or "").split(",")
+            nodes = (change.new or "").split(",")
             if not fits(run.scheduler, _request(run, nodes)):
                 raise SchedulerError("the request would not fit without it", ["test_only"])
             own = run.config.cluster.exclude  # the scheduler keeps one list, and the person's own is in it
-            run.scheduler.change(decision.job_id, exclude_nodes=[*([own] if own else []), *nodes])
+            run.scheduler.change(change.job_id, exclude_nodes=[*([own] if own else []), *nodes])
         case "time_limit":
-            run.scheduler.change(decision.job_id, time_limit=decision.new)
+            run.scheduler.change(change.job_id, time_limit=change.new)
         case "partition" | "qos":
-            run.scheduler.change(decision.job_id, partition=decision.partition, qos=decision.qos)
+            run.scheduler.change(change.job_id, partition=change.partition, qos=change.qos)
 
 
 def publish_pins(run: SupervisedRun) -> None:

@@ -162,12 +162,26 @@ class StartMoved(EventBase):
     job_id: str
 
 
+What = Literal["time_limit", "exclude", "partition", "qos", "released"]
+"""What is changed about a job in the queue."""
+
+
+class ChangeIntended(EventBase):
+    event: Literal["ChangeIntended"] = "ChangeIntended"
+    job_id: str
+    what: What
+    old: str | None = None
+    new: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+
+
 class JobChanged(EventBase):
     """A job in the queue was changed, or the scheduler did not allow it."""
 
     event: Literal["JobChanged"] = "JobChanged"
     job_id: str
-    what: Literal["time_limit", "exclude", "partition", "qos", "released"]
+    what: What
     old: str | None = None
     new: str | None = None
     error: str | None = None
@@ -322,6 +336,7 @@ Event = (
     | Submitted
     | SubmitFailed
     | CancelIntended
+    | ChangeIntended
     | Cancelled
     | StartMoved
     | JobChanged

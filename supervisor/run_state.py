@@ -10,11 +10,13 @@ from supervisor.journal import (
     AttemptDecided,
     CancelIntended,
     Cancelled,
+    ChangeIntended,
     Continued,
     Event,
     Finished,
     GaveUp,
     HangSeen,
+    JobChanged,
     JobSeen,
     LookFailed,
     LookRecovered,
@@ -151,7 +153,7 @@ class RunState:
     """Steps of the checkpoints that a person wants to be kept."""
     look_failed_at: float | None = None
     """When the scheduler began not to answer."""
-    open_intent: AttemptDecided | SubmitIntended | CancelIntended | None = None
+    open_intent: AttemptDecided | SubmitIntended | CancelIntended | ChangeIntended | None = None
     job_name: str = ""
     final_step: int | None = None
 
@@ -251,6 +253,10 @@ def _apply(run: RunState, event: Event) -> RunState:
             return replace(run, strikes=(*run.strikes, strike))
         case NodeExcluded():
             return _exclude(run, event)
+        case ChangeIntended():
+            return replace(run, open_intent=event)
+        case JobChanged():
+            return replace(run, open_intent=None)
         case StartMoved():
             return replace(run, start_moved=(event.job_id, run.job.restarts if run.job else 0))
         case SegmentStarted():

@@ -12,6 +12,7 @@ from typing import Final
 from supervisor.journal import (
     AttemptDecided,
     CancelIntended,
+    ChangeIntended,
     Continued,
     Diagnosis,
     Event,
@@ -35,7 +36,7 @@ from supervisor.report.accounting import Interruption
 from supervisor.report.figures import FAR_S, count, duration, local_time, node_hours, printable
 from worker.contract.loss_history import BatchPosition, LeftOutBatch
 
-_QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ProgressMade)
+_QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ChangeIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""
 
 _MILESTONES = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)
