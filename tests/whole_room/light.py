@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job import JobRequest
+from slurm.scheduler import SlurmScheduler
 from supervisor import actions, cli, job_request, place, rehearse
 from supervisor.verbs import going
 from tests.supervisor_room.stage import manifest
@@ -37,6 +39,8 @@ STEP_S, SAVE_S, LAST_SAVE_S, REQUEUE = "LIGHT_STEP_S", "LIGHT_SAVE_S", "LIGHT_LA
 """Variables of `cluster.environment`: seconds of a step, of a save, of the one when asked to leave; 0 = no requeue."""
 TRAINER = "LIGHT_TRAINER"
 """Another: the module of another trainer."""
+DIE = "LIGHT_DIE"
+"""Variable of the command: `before submit`, `after cancel` and the like, where it is killed."""
 
 
 def main() -> int:
@@ -49,10 +53,24 @@ def main() -> int:
 
 
 def lighten() -> None:
-    """Have this process submit jobs that run this module's agent and supervisor."""
+    """Have this process submit jobs that run this module's agent and supervisor, and die where a test wants it."""
+    if DIE in os.environ:
+        _die(*os.environ[DIE].split())
     actions.worker_request = light_request
     rehearse.SUPERVISOR = "tests.whole_room.light"
     going.supervisor_request = place.supervisor_request = light_supervisor_request
+
+
+def _die(when: str, method: str) -> None:
+    """Have a call of Slurm's scheduler kill this process, `before` or `after` its effect."""
+    call = getattr(SlurmScheduler, method)
+
+    def dying(*args: Any, **kwargs: Any) -> None:
+        if when == "after":
+            call(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(SlurmScheduler, method, dying)
 
 
 def supervisor_main(run_dir: str, start: dict[str, Any]) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from slurm.local_cluster.configuration import missing_packages
-from supervisor.journal import Finished, Stopped, SubmitFailed, Submitted, SupervisorStarted
+from supervisor.journal import Cancelled, Finished, Stopped, StopRequested, SubmitFailed, Submitted, SupervisorStarted
 from supervisor.lease import read_holder
 from tests.conftest import need
 from tests.waiting import eventually
 from tests.whole_room.house import KILL, House, send
-from tests.whole_room.light import STEP_S
+from tests.whole_room.light import DIE, STEP_S
 from tests.whole_room.survival import (
     Scenario,
     Site,
@@ -123,7 +123,51 @@ def next_job(site: Site) -> None:
     house.leaves_nothing()
 
 
+def dies(house: House, where: str) -> None:
+    """A supervisor is killed with SIGKILL there."""
+    died = house.higgsfield("run", "tiny.yaml", **{DIE: where})
+    assert died.returncode == -KILL, (where, died.stdout, died.stderr)
+
+
+def killed_while_it_submits(site: Site) -> None:
+    """Before and after sbatch, and after a start was moved: one job, and every step once."""
+    house = site.house(variables=SLOW, training={"max_steps": 300})
+    dies(house, "before submit")
+    assert site.cluster.ask("squeue", "--me", "-h", "-p", site.name) == ""
+    dies(house, "after submit")
+    [job] = site.cluster.ask("squeue", "--me", "-h", "-p", site.name, "-o", "%i").split()
+    house.start("run", "tiny.yaml")
+    assert (house.waits_for(Submitted).job_id, house.those(Submitted)[0].adopted) == (job, True)
+    house.waits_for_step(10)
+    send(house.started[0].pid, KILL)
+    site.cluster.ask("scontrol", "requeue", job)
+    dies(house, "after start_now")
+    house.start("run", "tiny.yaml")
+    ends_whole(house)
+    assert jobs_of(house) == [job]
+    assert [record.step for record in house.records] == list(range(1, 301))
+
+
+def killed_while_it_cancels(site: Site) -> None:
+    """Before and after scancel of a job that waits: told once, and nothing is left."""
+    site.occupy(seconds=300)
+    house = site.house()
+    first = site.start(house).started[0]
+    job = house.waits_for(Submitted).job_id
+    send(first.pid, KILL)
+    first.wait()
+    house.run.stop_file.touch()
+    dies(house, "before cancel")
+    assert site.shown(job)["JobState"] == "PENDING"
+    dies(house, "after cancel")
+    assert site.shown(job)["JobState"] == "CANCELLED"
+    assert house.higgsfield("run", "tiny.yaml").returncode == 4
+    assert [len(house.those(kind)) for kind in (StopRequested, Cancelled, Stopped, Submitted)] == [1, 1, 1, 1]
+    house.leaves_nothing()
+
+
 SCENARIOS: dict[Scenario, int] = {own_limit: 2, own_node: 3, one_job: 1, next_job: 1}
+SCENARIOS |= {killed_while_it_submits: 1, killed_while_it_cancels: 1}
 """With the number of nodes that each needs."""
 
 
