@@ -16,6 +16,9 @@ from supervisor.run_state import RunState
 _MINUTE_S: Final = 60.0
 """Slurm counts limits in minutes; one of them is the margin before a maintenance."""
 
+_REVOKED_S: Final = 1.0
+"""A job that starts within the second in which it was put back is refused by its node (credential revoked)."""
+
 
 def follow_queue(run: RunState, seen: Observation, rules: Rules, job: JobStatus) -> Decision:
     """What a job that is PENDING or HELD calls for."""
@@ -26,7 +29,7 @@ def follow_queue(run: RunState, seen: Observation, rules: Rules, job: JobStatus)
             _readmit(run, seen, job)
             or _avoid(run, seen, job)
             or _fit(run, seen, rules, job)
-            or _hurry(run, job)  # after what can only be changed while it waits
+            or _hurry(run, seen.now, job)  # after what can only be changed while it waits
             or _fall_back(run, seen, rules, job)
         )
         if step is not None:
@@ -69,7 +72,9 @@ def _avoid(run: RunState, seen: Observation, job: JobStatus) -> Decision | None:
     return ChangeJob(job.job_id, "exclude", f"{named} failed under it", new=named)
 
 
-def _hurry(run: RunState, job: JobStatus) -> Decision | None:
+def _hurry(run: RunState, now: float, job: JobStatus) -> Decision | None:
+    if run.job is None or now - run.job.time < _REVOKED_S:
+        return None
     if job.restarts > 0 and job.why == "BeginTime" and run.memory.may_hurry:
         return StartNow(job.job_id, "it was requeued; its start need not wait")
     return None
