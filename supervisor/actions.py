@@ -130,7 +130,7 @@ def carry_out(run: SupervisedRun, decision: Decision) -> None:
         case WouldDo():
             fields = decision.plan.model_dump(exclude={"event", "time", "attempt", "term", "reason"})
             reason = f"not done, for recovery.mode is observe: {decision.plan.reason}"
-            run.record(WouldHaveDone(**fields, reason=reason))
+            run.record(WouldHaveDone(**fields, diagnosis=_diagnosis(run, decision.plan), reason=reason))
         case Submit():
             intent = SubmitIntended(name=run.state.job_name, warning_s=decision.warning_s, reason=decision.reason)
             run.record(intent)
@@ -183,9 +183,14 @@ def _begin_attempt(run: SupervisedRun, plan: AttemptDecided) -> None:
     published = _published(run)
     if published is None or published.attempt < number:
         publish_directive(run.run_dir.directive, _directive(run, plan, number))
-    is_answer = plan.rollback is not None and plan.cause != "rollback"
-    diagnosis = believed(run.run_dir, run.state.attempt) if is_answer else None
-    run.record(_outcome(plan, diagnosis), attempt=number)
+    run.record(_outcome(plan, _diagnosis(run, plan)), attempt=number)
+
+
+def _diagnosis(run: SupervisedRun, plan: AttemptDecided) -> Diagnosis | None:
+    """What is believed of the verdict that ``plan`` answers; None where it answers none, or a person's word."""
+    if plan.rollback is None or plan.cause == "rollback":
+        return None
+    return believed(run.run_dir, run.state.attempt, plan.rollback.verdict_step)
 
 
 def _published(run: SupervisedRun) -> Directive | None:

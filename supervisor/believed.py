@@ -28,14 +28,16 @@ def _data(run_dir: RunDir) -> DataReport | None:
         return None
 
 
-def believed(run_dir: RunDir, attempt: int) -> Diagnosis | None:
-    """Why ``attempt`` went wrong, by the files as they were when it ended; None where that cannot be known.
+def believed(run_dir: RunDir, attempt: int, verdict_step: int) -> Diagnosis | None:
+    """Why ``attempt`` went wrong at ``verdict_step``, by the history up to there; None where that cannot be known.
 
-    Records of a later attempt may be there already, when a predecessor died over the answer: they are not looked at.
+    More may be there already: of an observed run that trains on, or of a later attempt, where a predecessor died over
+    the answer.
     """
     try:
         known = read_evidence(run_dir)
     except (UnusableFileError, OSError):
         return None
-    then = [record for record in known.records if record.attempt <= attempt]
+    ends = [at for at, one in enumerate(known.records, 1) if (one.attempt, one.step) == (attempt, verdict_step)]
+    then = known.records[: ends[-1]] if ends else ()
     return explain(Evidence(known.config, then, known.events, known.data), attempt)

@@ -105,6 +105,7 @@ class WouldHaveDone(Plan):
 
     event: Literal["WouldHaveDone"] = "WouldHaveDone"
     rollback: Rollback | None = None
+    diagnosis: Diagnosis | None = None
 
 
 class RolledBack(Plan):

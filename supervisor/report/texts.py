@@ -246,6 +246,8 @@ def batches_text(batches: tuple[BatchPosition, ...]) -> str:
 
 
 def _of_observed(event: WouldHaveDone) -> Iterator[Detail]:
+    if event.diagnosis is not None:
+        yield from _of_diagnosis(event.diagnosis)
     if event.reason:
         yield "because", event.reason
     yield "done", "nothing: recovery.mode is observe"

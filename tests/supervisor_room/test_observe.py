@@ -54,6 +54,8 @@ def test_a_spike_is_noted_with_what_would_have_been_done_and_training_goes_on(tm
     )
     assert told.rollback is not None
     assert (told.rollback.onset_step, told.rollback.to_step) == (36, 30)
+    assert told.diagnosis is not None
+    assert told.diagnosis.cure == "tenth-rate"
     assert "not done, for recovery.mode is observe: loss 9 at step 38" in told.reason
     stage.train(60)
     stage.settle()
