@@ -32,7 +32,7 @@ from supervisor.report.texts import (
 )
 from supervisor.runs import standing
 from supervisor.views import follow_log, write_journal
-from tests.report_room.snapshots import TOLD, assert_told
+from tests.report_room.snapshots import assert_told
 from tests.report_room.stories import PLAYED, RECORDINGS, Slow, Story, healthy, long_records, one_spike, recorded
 from tests.supervisor_room.stage import BEGIN, config
 from worker.contract.exit_report import Outcome
@@ -51,10 +51,7 @@ def test_the_log_of_a_run(name: str) -> None:
     assert_told(f"log-{name}", told(recorded(name)))
 
 
-DIAGNOSED = sorted(path.stem.removeprefix("diagnosis-") for path in TOLD.glob("diagnosis-*.txt"))
-
-
-@pytest.mark.parametrize("name", DIAGNOSED)
+@pytest.mark.parametrize("name", RECORDINGS)
 def test_the_diagnosis_of_a_run(tmp_path: Path, name: str) -> None:
     story = recorded(name)
     training = {"max_steps": 260, "optimizer": {"name": "sgd", "learning_rate": 3.0}}
