@@ -138,6 +138,11 @@ def _sampling(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--here", action="store_true", help="on this machine, not as a job")
 
 
+def _replay(of_verb: argparse.ArgumentParser) -> None:
+    of_verb.add_argument("--replay", action="store_true", help="train the bad steps again, with changes")
+    of_verb.add_argument("--here", action="store_true", help="replay on this machine, not as a job")
+
+
 _ARGUMENTS: Final[Mapping[str, Sequence[Callable[[argparse.ArgumentParser], None]]]] = {
     "run": (_config_or_all, _once),
     "submit": (_config,),
@@ -148,7 +153,7 @@ _ARGUMENTS: Final[Mapping[str, Sequence[Callable[[argparse.ArgumentParser], None
     "status": (_run_or_all, _json),
     "watch": (_run,),
     "log": (_run, _json, _log),
-    "diagnose": (_run, _json),
+    "diagnose": (_run, _json, _replay),
     "report": (_run, _report),
     "stop": (_run,),
     "resume": (_run,),

@@ -16,9 +16,10 @@ from worker.contract.files import Message, UnusableFileError, append_line, encod
 from worker.contract.loss_history import BatchPosition, Start
 from worker.contract.pulse import Phase
 from worker.contract.rehearsal import Fault
+from worker.contract.replay import Change
 
 Where = Literal["same_allocation", "requeued", "new_job"]
-Cure = Literal["again", "smallest-batch", "fp32", "adamw", "tenth-rate", "without-batches"]
+Cure = Change
 """Changes that ``diagnose --replay`` tries."""
 
 

@@ -93,6 +93,8 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     if context.directive.rehearse:
         rehearse(attached, context.directive.rehearse)  # first: within our own save lies the Trainer's
     trainer.add_callback(StepsCallback(attached))
+    if context.then is not None:
+        context.then(attached)
     return attached
 
 

@@ -1,5 +1,6 @@
 """What is attached to one Trainer: the parts that its beginning, its steps and its saves share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -35,6 +36,11 @@ class Context:
     """The checkpoint to begin from; None is from scratch."""
     locate: Locate | None = None
     """The rows of files that samples, given by index, are made of; None where nothing is known of files."""
+    then: Callable[["Attached"], None] | None = None
+    """Called with what was attached, before training begins; a replay's."""
+    is_altered: bool = False
+    """Whether this start differs on purpose from what its checkpoint was made with: a replay with a change, which
+    restores what fits and proves that it is the same data."""
 
 
 @dataclass

@@ -141,6 +141,8 @@ def next_samples(attached: Attached, done: int) -> tuple[int, ...]:
 def _prove(attached: Attached, chosen: Chosen, start: SegmentStart) -> None:
     trainer, manifest = attached.trainer, chosen.manifest
     refuse_changes(settings_of(manifest), attached.settings)
+    if attached.context.is_altered:
+        return
     prove("step", manifest.step, trainer.state.global_step)
     prove_scaler(getattr(trainer.accelerator, "scaler", None), manifest.files)
     if manifest.adopted:

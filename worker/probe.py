@@ -28,19 +28,20 @@ def probe_loss(trainer: Trainer) -> float | None:
     with random_states_aside(), torch.no_grad():
         model.eval()
         try:
-            losses = [_loss_on(trainer, index) for index in range(min(_NUM_SAMPLES, len(samples)))]
+            losses = [float(loss_on(trainer, index)) for index in range(min(_NUM_SAMPLES, len(samples)))]
         finally:
             model.train(was_training)
     loss = sum(losses) / len(losses)
     return loss if math.isfinite(loss) else None
 
 
-def _loss_on(trainer: Trainer, index: int) -> float:
+def loss_on(trainer: Trainer, index: int) -> torch.Tensor:
+    """The loss of one training sample, as the Trainer computes it."""
     model: Any = trainer.model
     inputs = trainer._prepare_inputs(batch_of(trainer, [index]))
     with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
         loss: Any = trainer.compute_loss(model, inputs)
-        return float(loss)
+        return loss  # type: ignore[no-any-return]
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:

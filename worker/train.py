@@ -56,12 +56,16 @@ class Progress:
 
 def main() -> NoReturn:
     """Train, then leave with the exit code of the outcome; nothing lingers behind."""
-    run, start = RunDir(Path(sys.argv[1])), Start.model_validate_json(sys.argv[2])
+    run_to_exit(RunDir(Path(sys.argv[1])), Start.model_validate_json(sys.argv[2]))
+
+
+def run_to_exit(run: RunDir, start: Start, alter: Callable[[Context], Context] = lambda context: context) -> NoReturn:
+    """Train one rank as ``train`` does, report, and end this process with the exit code of the outcome."""
     run.restart(start.attempt, start.restart).mkdir(parents=True, exist_ok=True)
     _dump_stacks_on_request(run.stacks(start.attempt, start.restart, start.rank))
     progress = Progress()
     try:
-        train(run, start, progress)
+        train(run, start, progress, alter)
         code = EXIT_CODE_OF_OUTCOME[Outcome.DONE]
         _report(run, start, progress, None)
     except BaseException as error:  # noqa: BLE001 (whatever ends a trainer is reported, and ends it)
@@ -109,8 +113,13 @@ def _dump_stacks_on_request(path: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=open(path, "w", encoding="utf-8"), all_threads=True)  # noqa: SIM115
 
 
-def train(run: RunDir, start: Start, progress: Progress) -> None:
-    """Train one rank to the last step and publish ``final/``; raises what ends it earlier."""
+def train(
+    run: RunDir, start: Start, progress: Progress, alter: Callable[[Context], Context] = lambda context: context
+) -> None:
+    """Train one rank to the last step and publish ``final/``; raises what ends it earlier.
+
+    ``alter`` is a replay's: what it makes of the context is trained.
+    """
     config = configuration.read(run.config)
     _log_to_stderr(start)
     timeout_s = config.recovery.hang_timeout_s
@@ -120,7 +129,7 @@ def train(run: RunDir, start: Start, progress: Progress) -> None:
     world.join_world(run, start, os.environ, collective_timeout_s(timeout_s))
     directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
-    context = Context(run, start, directive, config, "", chosen)
+    context = alter(Context(run, start, directive, config, "", chosen))
     if config.training.entrypoint is None:
         attached = _train_as_configured(context, progress, lambda: heart.beat("starting", 0))
     else:

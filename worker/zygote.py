@@ -161,10 +161,10 @@ def _serve(control: socket.socket, agent: int, handlers: Mapping[signal.Signals,
     """Fork a trainer for each request; returns in the trainers only, with a trainer's arguments."""
     with control, control.makefile("rb") as requests:
         for line in requests:
-            between = _fork()
+            between = fork()
             if between == 0:
                 between = os.getpid()
-                if _fork() == 0:
+                if fork() == 0:
                     return _begin(json.loads(line), control, agent, between, handlers)
                 os._exit(0)
             if os.waitpid(between, 0)[1] != 0:
@@ -172,7 +172,8 @@ def _serve(control: socket.socket, agent: int, handlers: Mapping[signal.Signals,
     os._exit(0)
 
 
-def _fork() -> int:
+def fork() -> int:
+    """``os.fork``, in a process that has imported and done nothing else."""
     with warnings.catch_warnings():
         # From Python 3.12 on it warns of any native thread; those that are here do no harm (_is_touched).
         warnings.simplefilter("ignore", DeprecationWarning)

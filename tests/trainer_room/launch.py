@@ -1,5 +1,7 @@
 """The trainer of these tests, which meets the faults that are asked for: its arguments are RUN_DIR START FAULTS.
 
+``replays``: the rank of a replay's job instead, and its arguments are FOLDER OUT FAULTS.
+
 A zygote forks it for each start: one real process, a fraction of a second.
 """
 
@@ -18,6 +20,7 @@ from transformers import TrainerCallback
 
 import worker.attach
 import worker.own_script
+import worker.replay
 import worker.saving
 import worker.train
 from worker.attached import Attached
@@ -34,6 +37,8 @@ def main() -> NoReturn:
     if "elsewhere_until" in faults:
         _train_elsewhere(RunDir(Path(sys.argv[1])), faults["elsewhere_until"])
     inject(faults)
+    if "replays" in faults:
+        os._exit(worker.replay.job_main(*sys.argv[1:], faults["replays"]))
     worker.train.main()
 
 

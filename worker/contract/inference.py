@@ -5,6 +5,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from worker.contract.files import Message
+from worker.contract.told import Line
 
 Weights = Literal["raw", "ema", "best"]
 _MOST: Final = 2**31 - 1
@@ -28,11 +29,7 @@ class Question(Message):
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
 
 
-class Piece(Message):
-    """One thing that comes back; a piece that ends it has ``error`` or ``is_last``."""
+class Piece(Line):
+    """One thing that comes back; a note says which weights these are."""
 
     text: str = ""
-    note: str | None = None
-    """For a person, beside the text: which weights these are."""
-    error: str | None = None
-    is_last: bool = False

@@ -1,0 +1,43 @@
+"""What `diagnose --replay` does: the bad steps once more, told as it goes, and what to try."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from supervisor.replay import planned, replay_by_job, replay_here
+from supervisor.report.figures import printable
+from supervisor.report.replay_text import about, advice, as_json, table
+from supervisor.runs import RunError
+from worker.contract.replay import Tried
+from worker.contract.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of the changes."""
+
+    lines: list[str]
+    """For a person: the table, and what to try."""
+    as_json: list[dict[str, Any]]
+
+
+def replay(run_dir: RunDir, *, is_here: bool) -> Replayed:
+    """Train the bad steps once more with each change; what is under way is told on stderr."""
+    plan = planned(run_dir, is_alone=is_here)
+    print(printable(about(plan.replay)), file=sys.stderr, flush=True)
+    lines = replay_here(run_dir, plan, os.environ) if is_here else replay_by_job(run_dir, plan)
+    tried = list(_changes(lines))
+    return Replayed([*table(tried), advice(plan.replay, tried, str(run_dir.path))], as_json(tried))
+
+
+def _changes(lines: Iterator[Tried]) -> Iterator[Tried]:
+    """What came of each change; RunError where the program could not go on."""
+    for told in lines:
+        if told.note is not None:
+            print(printable(told.note), file=sys.stderr, flush=True)
+        if told.error is not None:
+            raise RunError(told.error)
+        if told.change is not None:
+            yield told
