@@ -39,6 +39,8 @@ class Answer:
     lr_ramp: LearningRateRamp | None
     skip_batches: tuple[SkippedBatches, ...] = ()
     """In addition to those that are left out already."""
+    taken_back: tuple[BatchPosition, ...] = ()
+    """Of those that are left out already, what is trained on after all."""
     accept_level: float | None = None
     """None = as before."""
     is_bad_restore: bool = False
@@ -70,7 +72,8 @@ def _plan(run: RunState, seen: Observation, rules: Rules, verdict: VerdictSeen, 
         from_step=verdict.step,
         to_step=plan.resume_step,
     )
-    skipped = as_skips([*positions_of(plan.skip_batches), *positions_of(answer.skip_batches)])
+    kept = [one for one in positions_of(plan.skip_batches) if one not in answer.taken_back]
+    skipped = as_skips([*kept, *positions_of(answer.skip_batches)])
     level = answer.accept_level if answer.accept_level is not None else plan.accept_level
     changes = {"rollback": rollback, "lr_ramp": answer.lr_ramp, "skip_batches": skipped, "accept_level": level}
     is_same_rate = answer.is_bad_restore or answer.accept_level is not None
@@ -159,17 +162,19 @@ def _lower_the_rate(run: RunState, seen: Observation, rules: Rules, verdict: Ver
     is_again = is_at_same_batches(run, verdict)
     goes_on = are_near(verdict.batches, tuple(positions_of(_skipped(run))))
     skip: tuple[SkippedBatches, ...] = ()
+    taken_back: tuple[BatchPosition, ...] = ()
     scale = _lowered(run, rules, verdict)
     is_elsewhere = not (is_again or goes_on or rules.recovery.spike.skip == "always")
     if not is_elsewhere:
-        skip = as_skips(_to_skip(run, seen, rules, verdict, target.step))
-        why += f"; {_about_skip(rules, skip, is_again=is_again, goes_on=goes_on)}"
+        taken_back = _to_take_back(run, rules, verdict)
+        skip = as_skips(_to_skip(run, seen, rules, verdict, target.step, len(taken_back)))
+        why += f"; {_about_skip(rules, skip, taken_back, is_again=is_again, goes_on=goes_on)}"
     changes_nothing = not skip and scale == run_scale(run)  # the same attempt once more would end at the same step
     if run.rolled_back_to is not None and (is_elsewhere or changes_nothing):
         target = _further_back(run, seen, rules, verdict, target, run.rolled_back_to)
         soon = "again soon, at other batches" if is_elsewhere else f"{why}, and the rate is as low as it goes"
         why = f"{soon}: {_state(target)}" if target.step < run.rolled_back_to else f"{why}; none further back is left"
-    return Answer(target, scale, why, ramp_from(rules, scale, target.step), skip)
+    return Answer(target, scale, why, ramp_from(rules, scale, target.step), skip, taken_back)
 
 
 def is_at_same_batches(run: RunState, verdict: VerdictSeen) -> bool:
@@ -229,17 +234,38 @@ def _skipped(run: RunState) -> tuple[SkippedBatches, ...]:
     return run.plan.skip_batches if run.plan is not None else ()
 
 
+def _to_take_back(run: RunState, rules: Rules, verdict: VerdictSeen) -> tuple[BatchPosition, ...]:
+    """What makes room for the batches of a spike that goes on beside batches left out; () where they have room.
+
+    Of those, the ones at which there never was a verdict: they were left out on suspicion, and it goes on without them.
+    """
+    blamed = {one for each in run.last_verdicts for one in each.batches}
+    spare = [one for one in positions_of(_beside(run, verdict)) if one not in blamed]
+    missing = len(verdict.batches) - _room_left(run)
+    is_wanted = rules.recovery.spike.skip != "never" and 0 < missing <= len(spare)
+    return tuple(spare[:missing]) if is_wanted else ()
+
+
+def _beside(run: RunState, verdict: VerdictSeen) -> list[SkippedBatches]:
+    """The ranges left out that the verdict's batches lie right beside."""
+    return [one for one in _skipped(run) if are_near(tuple(positions_of([one])), verdict.batches)]
+
+
+def _room_left(run: RunState) -> int:
+    """How many batches more may be left out."""
+    return _room(run) - sum(one.count for one in _skipped(run))
+
+
 def _to_skip(
-    run: RunState, seen: Observation, rules: Rules, verdict: VerdictSeen, target_step: int
+    run: RunState, seen: Observation, rules: Rules, verdict: VerdictSeen, target_step: int, taken_back: int
 ) -> tuple[BatchPosition, ...]:
     """The batches of the spike, those shortly before it, and as many as there is room for; () where it has none.
 
     A spike that goes on where batches were left out already shows that too few were: as many again beyond its end.
     """
-    ranges = _skipped(run)
-    begun = [one for one in ranges if are_near(tuple(positions_of([one])), verdict.batches)]
+    begun = _beside(run, verdict)
     first = verdict.onset_step if begun else verdict.onset_step - rules.recovery.spike.skip_before
-    room = _room(run) - sum(one.count for one in ranges)
+    room = _room_left(run) + taken_back
     if rules.recovery.spike.skip == "never" or not 0 < len(verdict.batches) <= room:
         return ()
     lead = trained_on(seen.trail, max(target_step + 1, first), verdict.onset_step - 1)
@@ -256,13 +282,16 @@ def _room(run: RunState) -> int:
     return start.max_steps // _SKIPPED_SHARE if start is not None else 0
 
 
-def _about_skip(rules: Rules, skip: Sequence[SkippedBatches], *, is_again: bool, goes_on: bool) -> str:
+def _about_skip(
+    rules: Rules, skip: Sequence[SkippedBatches], taken_back: Sequence[BatchPosition], *, is_again: bool, goes_on: bool
+) -> str:
     where = "recovery.spike.skip is always"
     if is_again or goes_on:
         where = "it goes on right beside the batches left out before" if goes_on else "again at the same batches"
     if skip:
         count = sum(one.count for one in skip)
-        return f"{where}, so {count} batches are left out ({in_words(skip)})"
+        instead = f", instead of {in_words(as_skips(taken_back))}" if taken_back else ""
+        return f"{where}, so {count} batches are left out ({in_words(skip)}{instead})"
     if rules.recovery.spike.skip == "never":
         return f"{where}, and recovery.spike.skip is never"
     return f"{where}; none is left out, for that would be more than 1 % of the run's batches"

@@ -90,6 +90,21 @@ def test_a_spike_that_goes_on_beside_the_skip_leaves_out_as_many_again(tmp_path:
     assert "it goes on right beside" in rollbacks(stage)[-1].reason
 
 
+def test_where_there_is_no_room_left_the_lead_makes_it_for_the_rest_of_the_shard(tmp_path: Path) -> None:
+    """Four bad batches, 200 to 203, in a run of which four may be left out: two of them are the lead at first."""
+    stage = laid_out(tmp_path, max_steps=400, skip_before=20)
+    for _ in range(2):
+        stage.spike(202, onset=201, verdict="nonfinite")
+    assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=198, count=4),)
+    stage.spike(200, onset=199, verdict="nonfinite")
+    assert [batch.batch for batch in rollbacks(stage)[-1].batches] == [202, 203]
+    assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=200, count=4),)
+    assert "(202 to 203 of epoch 0, instead of 198 to 199 of epoch 0)" in rollbacks(stage)[-1].reason
+    stage.spike(203, onset=202, verdict="nonfinite")
+    assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=200, count=4),), "all were blamed: no room"
+    assert "more than 1 % of the run's batches" in rollbacks(stage)[-1].reason
+
+
 @pytest.mark.parametrize(("max_steps", "first", "count"), [(1000, 130, 8), (500, 133, 5), (300, 135, 3), (200, 0, 0)])
 def test_at_most_one_percent_is_left_out_and_the_spike_itself_first(
     tmp_path: Path, max_steps: int, first: int, count: int
