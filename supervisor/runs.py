@@ -142,7 +142,7 @@ def create(
         contract_config.write(making.config, config)
         created = RunCreated(
             time=time.time(),
-            reason=reason or f"run {config.run.name}",
+            reason=reason or f"run {config.run.name}{_rehearsed(rehearse)}",
             run_id=secrets.token_hex(8),
             config_digest=config_digest(config),
             versions=_versions(),
@@ -154,6 +154,14 @@ def create(
     except BaseException:
         shutil.rmtree(making.path, ignore_errors=True)
         raise
+
+
+def _rehearsed(faults: tuple[Fault, ...] | None) -> str:
+    """What the log has to say of a run whose spikes and crashes are made."""
+    if faults is None:
+        return ""
+    made = ", ".join(fault.name for fault in faults)
+    return f", a rehearsal in which these are made: {made}" if made else ", a rehearsal without faults"
 
 
 def _versions() -> dict[str, str]:
