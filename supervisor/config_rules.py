@@ -157,6 +157,13 @@ def _unknown_extra(config: Config) -> Iterator[Problem]:
         yield Problem(("training", "extra", name), "transformers.TrainingArguments has no such field", mend)
 
 
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    for name in ("fsdp", "deepspeed"):
+        if config.checkpoint.background and config.training.extra.get(name):
+            message = f"it is not for models that training.extra.{name} spreads over the ranks"
+            yield Problem(("checkpoint", "background"), message, "set it to false")
+
+
 def _recovery(config: Config) -> Iterator[Problem]:
     spike, recovery = config.spike, config.recovery.spike
     if spike.warmup > spike.window:
@@ -243,7 +250,7 @@ def _time_limit(place: Place, text: str | None) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *(_run, _entrypoint, _weights, _schedule, _optimizer, _evaluation, _columns),
-    *(_extra, _recovery, _cluster, _notify),
+    *(_extra, _checkpoint, _recovery, _cluster, _notify),
 )
 _OF_OUR_RECIPE: tuple[Callable[[Config], Iterator[Problem]], ...] = (_needed, _model, _length, _unknown_extra)
 """What a script of a person's own may do without."""

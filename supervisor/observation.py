@@ -132,6 +132,8 @@ class Observer:
                 started.append(record)
             if record.save_s is not None:
                 self._saves_s.append(record.save_s + (record.step_s or 0.0))
+            if record.write_s is not None:  # who is told to leave waits for such a write, and saves once more
+                self._saves_s.append(2.0 * record.write_s)
             self._add(record)
         return started
 

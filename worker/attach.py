@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from worker import world
 from worker.attached import Attached, Context
+from worker.background import Background
 from worker.beginning import begin, prove_random_states
 from worker.contract.claim import FencedError, check_claim
 from worker.contract.loss_history import ACTED, BatchPosition
@@ -34,9 +35,9 @@ from worker.rates import configured_rates
 from worker.rehearsal import rehearse
 from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_what_cannot_repeat
 from worker.resume import Chosen
-from worker.saving import save_checkpoint
+from worker.saving import finish_saving, hear_of_saves, save_checkpoint
 from worker.segment import Segment
-from worker.shards import refuse_silent_fallback
+from worker.shards import refuse_background, refuse_silent_fallback
 from worker.spikes import Detector
 from worker.staging import clear_staging
 from worker.tap import Measured, StepTap
@@ -56,6 +57,8 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     refuse_other_samplers(trainer)
     refuse_what_cannot_repeat(trainer)
     refuse_silent_fallback(trainer)
+    if context.config.checkpoint.background:
+        refuse_background(trainer)
     model = cast(torch.nn.Module, trainer.model)
     base = world.from_rank_zero(lambda: base_of(model))
     if chosen is not None:
@@ -82,6 +85,7 @@ def attach(trainer: Trainer, context: Context) -> Attached:
             context.run.pulse(start.attempt, start.restart, start.rank), context.config.recovery.hang_timeout_s
         ),
         base=base,
+        background=Background() if context.config.checkpoint.background else None,
     )
     unguarded = why_unguarded(trainer)
     if unguarded is not None:
@@ -199,6 +203,10 @@ class StepsCallback(TrainerCallback):
 
     def _look(self) -> Ask:
         files = self._attached.files
+        try:
+            hear_of_saves(self._attached)
+        except FencedError:
+            return Ask.FENCED
         return self._signals.asked if files is None else max(self._signals.asked, files.look())
 
     def _settle(self, keep: int) -> None:
@@ -219,6 +227,8 @@ class StepsCallback(TrainerCallback):
         said = worse(said, agreed_alarm(measured, rows))
         is_acted = said.verdict in ACTED
         is_observed = is_acted and self._attached.context.config.recovery.mode == "observe"
+        if is_acted and not is_observed:
+            finish_saving(self._attached)  # who reads the verdict finds no checkpoint on its way any more
         ranks = nonfinite_ranks(rows, measured.knows_norm)
         self._record(measured, said, loss=loss, grad_norm=grad_norm, nonfinite_ranks=ranks, observed=is_observed)
         if is_acted and not is_observed:
@@ -263,8 +273,10 @@ class StepsCallback(TrainerCallback):
     # ---- between steps
 
     def _save(self, original: Any, model: Any, trial: Any) -> None:
+        state = self._attached.trainer.state
+        is_scheduled = self._asked is Ask.NOTHING and state.global_step < state.max_steps
         try:
-            save_checkpoint(self._attached, original, model, trial)
+            save_checkpoint(self._attached, original, model, trial, may_be_beside=is_scheduled)
         except OSError:  # a successor removes, under a zombie's hands, what that one has not published
             if self._attached.files is not None:
                 self._attached.files.check()
@@ -312,6 +324,7 @@ class StepsCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        finish_saving(self._attached)
         if self._attached.segment is not None:
             self._attached.segment.sync()
         self._signals.restore()

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from transformers import Trainer
 
+from worker.background import Background
 from worker.contract.config import Config
 from worker.contract.directive import Directive
 from worker.contract.manifest import FrozenBase
@@ -59,6 +60,8 @@ class Attached:
     """Rank 0's."""
     segment: Segment | None = None
     """Rank 0's."""
+    background: Background | None = None
+    """Saves beside the training; None where that was not asked for."""
     step: int = 0
     saved_step: int | None = None
 

@@ -5,6 +5,7 @@ by time, and never takes what somebody may still want to go back to.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +28,9 @@ PROOF = "proof.json"
 EMA = "ema.safetensors"
 DETECTOR = "detector.json"
 
+_torch_save = torch.save
+"""Itself, whatever stands in its place while a checkpoint is saved."""
+
 
 class Proof(Message):
     """proof.json: what a resume must find again, beside the fields of the manifest."""
@@ -42,13 +46,19 @@ class Proof(Message):
     """What a loss must be computed on to come out the same to the bit."""
 
 
+def own_umask() -> int:
+    """This process's umask, read and not set for a moment: other threads make files meanwhile."""
+    found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, "Linux 4.7 and later tell it"
+    return int(found[1], 8)
+
+
 def make_durable(folder: Path) -> None:
     """Have every file and folder below ``folder`` on disk, with the modes of the person's umask.
 
     safetensors leaves its files unreadable to the group, whatever the umask says.
     """
-    umask = os.umask(0o077)
-    os.umask(umask)
+    umask = own_umask()
     for parent, _, names in os.walk(folder):
         for name in names:
             descriptor = os.open(Path(parent, name), os.O_RDONLY)
@@ -111,6 +121,13 @@ class DigestingFile:
         self._file.close()
 
 
+def digested_save(obj: Any, path: Path, *args: Any, **kwargs: Any) -> str:
+    """``torch.save`` to a new file, which is digested on its way; the digest."""
+    with DigestingFile(path) as file:
+        _torch_save(obj, file, *args, **kwargs)  # type: ignore[arg-type]
+    return file.digest()
+
+
 @contextmanager
 def digesting_torch_save() -> Iterator[dict[Path, str]]:
     """Within, what ``torch.save`` writes to a path is digested on its way; the digests, by path.
@@ -122,9 +139,7 @@ def digesting_torch_save() -> Iterator[dict[Path, str]]:
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(f, (str, os.PathLike)):
             return save(obj, f, *args, **kwargs)
-        with DigestingFile(Path(f)) as file:
-            save(obj, file, *args, **kwargs)  # type: ignore[arg-type]
-        digests[Path(f)] = file.digest()
+        digests[Path(f)] = digested_save(obj, Path(f), *args, **kwargs)
         return None
 
     with replaced(torch, "save", saved):

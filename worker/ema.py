@@ -1,10 +1,12 @@
 """The exponential moving average of the trained weights, in float32."""
 
+import copy
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import torch
 import xxhash
@@ -64,6 +66,12 @@ class Ema:
             yield
         finally:
             _copy(model, own)
+
+    def as_now(self, copied: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Self:
+        """This average as it is now, in memory that ``copied`` returns; it is only to be saved."""
+        same = copy.copy(self)
+        same._average = dict(zip(self._average, copied(list(self._average.values())), strict=True))
+        return same
 
     def save(self, path: Path | None) -> str:
         """Write the average and its number of updates to a new file; its digest.

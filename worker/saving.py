@@ -3,14 +3,16 @@
 import inspect
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from worker import world
 from worker.attached import Attached, versions
+from worker.background import LargeParts
 from worker.beginning import next_samples
 from worker.checkpoints import (
     DETECTOR,
@@ -30,8 +32,10 @@ from worker.checkpoints import (
 from worker.contract.config import config_digest
 from worker.contract.directive import scale_at
 from worker.contract.files import encode, publish_message
+from worker.contract.loss_history import Record
 from worker.contract.manifest import MANIFEST, FileEntry, Manifest
 from worker.contract.run_dir import checkpoint_name, checkpoint_step
+from worker.ema import Ema
 from worker.fits import optimizer_facts
 from worker.guard import innermost
 from worker.probe import probe_loss, weights_are_finite
@@ -40,35 +44,136 @@ from worker.resume import platform_of
 from worker.wrap import replaced
 
 
-def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any) -> None:
+@dataclass(frozen=True)
+class _AsOf:
+    """What rank 0 writes about a step beside the Trainer's files, as it was after that step."""
+
+    manifest: Manifest
+    """Without files."""
+    proof: Proof
+    """Without the average's digest."""
+    detector: str
+    history_bytes: int
+    branch: list[Record]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """One rank's files of a save, on their way."""
+
+    attached: Attached
+    as_of: _AsOf | None
+    """None on other ranks than 0."""
+    average: Ema | None
+    step: int
+    folder: Path
+    """Of all ranks, in .staging/."""
+    digests: dict[Path, str]
+    """Those that were made while writing."""
+
+    @property
+    def own(self) -> Path:
+        """A folder a rank, so that each knows which files are its own."""
+        return self.folder / f"rank-{world.rank()}"
+
+
+def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any, may_be_beside: bool = False) -> None:
     """In place of the Trainer's ``_save_checkpoint``: the same files, whole, with ours, and with our retention.
 
-    Every rank calls it at the same step and returns when the checkpoint is published. FencedError, and nothing
-    published, where the run is somebody else's by then.
+    Every rank calls it at the same step and returns when the checkpoint is published; FencedError, and nothing
+    published, where the run is somebody else's by then. Where it ``may_be_beside`` the training, and there is memory
+    for that, all return when rank 0 has a copy, and a thread of its own does the rest.
     """
-    began = time.monotonic()
-    trainer, context = attached.trainer, attached.context
-    step = trainer.state.global_step
+    began, step, background = time.monotonic(), attached.trainer.state.global_step, attached.background
     attached.heart.beat("saving", step)
-    staged = context.run.staged(context.start.attempt, context.start.restart, step)
-    probe = probe_loss(trainer)
-    are_finite = weights_are_finite(attached.model)
-    rng_digests = tuple(world.of_all_ranks(random_digest()))
-    own = staged / f"rank-{world.rank()}"  # a folder a rank, so that each knows which files are its own
-    with (
-        digesting_torch_save() as digests,
-        replaced(trainer, "_get_output_dir", lambda trial: str(own)),
-        own_names(attached.model),
-    ):
+    is_beside = background is not None and world.from_rank_zero(lambda: _is_beside(attached, may_be_beside))
+    as_of = _as_of_now(attached)
+    start = attached.context.start
+    folder = attached.context.run.staged(start.attempt, start.restart, step)
+    with digesting_torch_save() as digests, ExitStack() as stack:
+        staged = _Staged(attached, as_of, attached.average, step, folder, digests)
+        stack.enter_context(replaced(attached.trainer, "_get_output_dir", lambda trial: str(staged.own)))
+        stack.enter_context(own_names(attached.model))
+        large = LargeParts(background.memory, digests, is_beside) if background and as_of else None
+        if large is not None:
+            stack.enter_context(large.noted())
         original(model, trial)
-    digests |= _write_ours(attached, own / checkpoint_name(step), rng_digests)
-    entries = _settle(own, staged, checkpoint_name(step), digests)
-    files = {name: entry for of_rank in world.of_all_ranks(entries) for name, entry in of_rank.items()}
-    world.from_rank_zero(lambda: _publish(attached, staged, lambda: _manifest(attached, probe, are_finite, files)))
-    attached.saved_step = step
+    if large is not None and attached.average is not None:
+        staged = replace(staged, average=attached.average.as_now(large.copies))
+    _go_on(staged, large, is_beside, began)
     if attached.segment is not None:
         attached.segment.note(save_s=time.monotonic() - began)
     attached.heart.beat("training", step)
+
+
+def _go_on(staged: _Staged, large: LargeParts | None, is_beside: bool, began: float) -> None:
+    """Write and publish what the Trainer did not write: now, or beside the training."""
+    attached, background = staged.attached, staged.attached.background
+    if is_beside and background is not None and large is not None:
+        of_others = _files_of_all({})
+        background.start(lambda: _write_beside(staged, large, of_others, began))
+        return
+    files = _files_of_all(_write(staged))
+    if is_beside:
+        return
+    world.from_rank_zero(lambda: _publish(staged, files))
+    attached.saved_step = staged.step
+    if background is not None and large is not None and not background.memory.is_ready:
+        background.reserve(large.sizes)
+
+
+def _is_beside(attached: Attached, may_be: bool) -> bool:
+    """Whether this save is to be written beside the training, once the one before is done; rank 0 knows."""
+    background = attached.background
+    assert background is not None
+    background.wait()
+    shortage = background.shortage()
+    if shortage is not None and attached.segment is not None:
+        attached.segment.warn(f"checkpoint.background: {shortage}; until there are, saves are plain ones")
+    return may_be and background.memory.is_ready
+
+
+def _write_beside(staged: _Staged, large: LargeParts, of_others: dict[str, FileEntry], began: float) -> float:
+    """Rank 0's thread: write the copies, publish; the seconds since ``began``."""
+    attached, background = staged.attached, staged.attached.background
+    assert background is not None
+    try:
+        large.write()
+        _publish(staged, of_others | _write(staged))
+    except OSError:  # a successor removes, under a zombie's hands, what that one has not published
+        if attached.files is not None:
+            attached.files.check()
+        raise
+    finally:
+        background.memory.give_back()
+    attached.saved_step = staged.step
+    return time.monotonic() - began
+
+
+def finish_saving(attached: Attached) -> None:
+    """Return when no save is under way beside the training any more."""
+    if attached.background is not None:
+        if attached.background.is_at_work:
+            attached.heart.beat("saving", attached.step)
+        attached.background.wait()
+
+
+def hear_of_saves(attached: Attached) -> None:
+    """Note how long a save beside the training took that is done; raises what ended it otherwise."""
+    took_s = attached.background.result() if attached.background is not None else None
+    if took_s is not None and attached.segment is not None:
+        attached.segment.note(write_s=took_s)
+
+
+def _files_of_all(own: dict[str, FileEntry]) -> dict[str, FileEntry]:
+    return {name: entry for of_rank in world.of_all_ranks(own) for name, entry in of_rank.items()}
+
+
+def _write(staged: _Staged) -> dict[str, FileEntry]:
+    """Write our files, make this rank's files durable; their sizes and digests."""
+    name = checkpoint_name(staged.step)
+    digests = staged.digests | _write_ours(staged.attached, staged.as_of, staged.average, staged.own / name)
+    return _settle(staged.own, staged.folder, name, digests)
 
 
 def own_names(model: Any) -> AbstractContextManager[None]:
@@ -90,36 +195,50 @@ def _settle(own: Path, staged: Path, name: str, digests: Mapping[Path, str]) -> 
     return entries
 
 
-def _write_ours(attached: Attached, folder: Path, rng_digests: tuple[str, ...]) -> dict[Path, str]:
+def _write_ours(attached: Attached, as_of: _AsOf | None, average: Ema | None, folder: Path) -> dict[Path, str]:
     """Average, detector, proof, and the history byte for byte: rank 0's, to whom the others bring their parts.
 
     The digests that were made on the way.
     """
-    segment = attached.segment
-    ema_digest = attached.average.save(folder / EMA if segment else None) if attached.average else None
-    if segment is None:
+    ema_digest = average.save(folder / EMA if as_of else None) if average else None
+    if as_of is None:
         return {}
-    (folder / DETECTOR).write_text(encode(attached.detector.state()) + "\n", encoding="utf-8")
+    (folder / DETECTOR).write_text(as_of.detector + "\n", encoding="utf-8")
+    publish_message(folder / PROOF, as_of.proof.model_copy(update={"ema_digest": ema_digest}))
+    history = folder / attached.context.run.history.name
+    return {history: copy_history(attached.context.run.history, as_of.history_bytes, history)}
+
+
+def _as_of_now(attached: Attached) -> _AsOf | None:
+    """Everything that is of this very step; every rank calls it together, rank 0 gets it."""
+    probe = probe_loss(attached.trainer)
+    are_finite = weights_are_finite(attached.model)
+    rng_digests = tuple(world.of_all_ranks(random_digest()))
+    if attached.segment is None:
+        return None
     proof = Proof(
         rng_digests=rng_digests,
         next_samples=next_samples(attached, attached.trainer.state.global_step),
-        ema_digest=ema_digest,
+        ema_digest=None,
         optimizer_facts=optimizer_facts(innermost(attached.optimizer)),
         platform=platform_of(attached.trainer.args.device),
     )
-    publish_message(folder / PROOF, proof)
-    history = folder / attached.context.run.history.name
-    return {history: copy_history(attached.context.run.history, segment.history_bytes, history)}
+    return _AsOf(
+        manifest=_manifest(attached, attached.segment.number, probe, are_finite),
+        proof=proof,
+        detector=encode(attached.detector.state()),
+        history_bytes=attached.segment.history_bytes,
+        branch=attached.segment.branch(),
+    )
 
 
-def _manifest(attached: Attached, probe: float | None, are_finite: bool, files: dict[str, FileEntry]) -> Manifest:
-    assert attached.segment is not None
+def _manifest(attached: Attached, segment: int, probe: float | None, are_finite: bool) -> Manifest:
     trainer, context = attached.trainer, attached.context
     step = trainer.state.global_step
     return Manifest(
         step=step,
         attempt=context.start.attempt,
-        segment=attached.segment.number,
+        segment=segment,
         time=time.time(),
         epoch=float(trainer.state.epoch or 0.0),
         batches_into_epoch=attached.order.batches_behind(step),
@@ -137,23 +256,24 @@ def _manifest(attached: Attached, probe: float | None, are_finite: bool, files: 
         probe_loss=probe,
         optimizer_steps=attached.optimizer_steps,
         versions=versions(),
-        files=files,
+        files={},
         base=attached.base,
     )
 
 
-def _publish(attached: Attached, staged: Path, manifest: Callable[[], Manifest]) -> None:
+def _publish(staged: _Staged, files: dict[str, FileEntry]) -> None:
     """Write the manifest, rename the checkpoint into its place while the claim stands, let the old ones go."""
-    assert attached.segment is not None
+    attached, as_of = staged.attached, staged.as_of
+    assert as_of is not None
     assert attached.files is not None
-    run, start, step = attached.context.run, attached.context.start, attached.trainer.state.global_step
-    folder = staged / checkpoint_name(step)
+    run, start, step = attached.context.run, attached.context.start, staged.step
+    folder = staged.folder / checkpoint_name(step)
     sync_folders(folder)
-    publish_message(folder / MANIFEST, manifest())
+    publish_message(folder / MANIFEST, as_of.manifest.model_copy(update={"files": files}))
     attached.files.check()
     publish_folder(folder, run.checkpoint(step), lambda: bad_checkpoint_place(run, start.attempt, step))
-    staged.rmdir()
+    staged.folder.rmdir()
     directive = attached.files.directive
     named = checkpoint_step(directive.resume_from) if directive.resume_from else None
     wanted = {*directive.pinned, *([] if named is None else [named])}
-    retire(run, start.attempt, start.restart, attached.context.config.checkpoint, attached.segment.branch(), wanted)
+    retire(run, start.attempt, start.restart, attached.context.config.checkpoint, as_of.branch, wanted)

@@ -59,3 +59,10 @@ def refuse_silent_fallback(trainer: Trainer) -> None:
     refuse_old_sharding(trainer.args)
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         raise RefusedError("training.extra.fsdp: was asked for and is not in force on this machine", what="fsdp")
+
+
+def refuse_background(trainer: Trainer) -> None:
+    """RefusedError for saves beside the training where what is saved is gathered from all ranks, or by DeepSpeed."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        kind = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+        raise RefusedError(f"checkpoint.background: not with {kind}; set it to false", what="background")

@@ -39,6 +39,7 @@ from worker.own_script import ScriptContext, find_script
 from worker.publish import publish_final
 from worker.pulse import Heart
 from worker.resume import Chosen, choose
+from worker.saving import finish_saving
 from worker.setup import build_trainer
 from worker.start import Start
 
@@ -71,8 +72,19 @@ def run_to_exit(run: RunDir, start: Start, alter: Callable[[Context], Context] =
     except BaseException as error:  # noqa: BLE001 (whatever ends a trainer is reported, and ends it)
         code = exit_code_of(error)
         _log.error("%s: %s", type(error).__name__, error, exc_info=code == _CRASHED)
+        _let_save_finish(progress, error)
         _report(run, start, progress, error)
     leave(code)
+
+
+def _let_save_finish(progress: Progress, ending: BaseException) -> None:
+    """Have a checkpoint that is on its way published; whose run is somebody else's leaves at once."""
+    if progress.attached is None or isinstance(ending, FencedError):
+        return
+    try:
+        finish_saving(progress.attached)
+    except (OSError, FencedError, RuntimeError) as error:
+        _log.error("the save under way: %s: %s", type(error).__name__, error)
 
 
 def exit_code_of(error: BaseException) -> int:

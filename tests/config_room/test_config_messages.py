@@ -159,6 +159,8 @@ CONTRADICTIONS = [
     (["data.completion=null"], "data.completion"),
     (["data.text=null", "data.prompt=null", "data.completion=null", "data.messages=null"], "data.text"),
     (["recovery.spike.ramp_steps=5"], "recovery.spike.ramp_steps"),
+    (["checkpoint.background=true", "training.extra={fsdp: full_shard}"], "checkpoint.background"),
+    (["checkpoint.background=true", "training.extra={deepspeed: zero.json}"], "checkpoint.background"),
     (["recovery.max_gpu_hours=5"], "recovery.max_gpu_hours"),
     (["model.dtype=bfloat16"], "model.dtype"),
     (["model.dtype=float16", "training.pure_bf16=true"], "model.dtype"),

@@ -257,9 +257,9 @@ def test_nothing_planned_is_there_already() -> None:
 
 
 def planned(head: str) -> list[str]:
-    """What the first cells of the planned table with this head name; never nothing."""
-    (table,) = [table for table in tables(PLANNED) if table[0][0].strip("| ") == head]
-    return [span for row in table[1:] for span in spans(row[0])]
+    """What the first cells of the planned table with this head name; nothing where all of its kind is built."""
+    found = [table for table in tables(PLANNED) if table[0][0].strip("| ") == head]
+    return [span for table in found for row in table[1:] for span in spans(row[0])]
 
 
 # -- the pages themselves ----------------------------------------------------------------------------------------------

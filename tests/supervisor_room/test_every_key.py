@@ -210,6 +210,7 @@ TRIED: dict[str, tuple[Story, Any, dict[str, Any]]] = {
     "recovery.max_gpu_hours": (long_run, 0.5, {}),
 }
 SHOWN_ELSEWHERE = {
+    "checkpoint.background": "trainer_room/test_background.py",
     "ema.device": "trainer_room/test_parts.py, which looks where the average is",
     "recovery.directive_wait_s": "agent_room/test_agent.py",
     "recovery.hang_timeout_s": "agent_room/test_hangs.py and test_hang_histories.py",

@@ -5,7 +5,8 @@ kills a real process at every boundary of the save after that step. ``nan_weight
 N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the attempt and
 clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite, gradient and
 all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes loss and
-gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``tells_base``: in the end, the digest of the
+gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``holds_writes``: a save beside the training
+waits until it is waited for. ``free_bytes``: of main memory, for copies. ``tells_base``: in the end, the digest of the
 frozen weights is in the file base. ``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of
 refusing fp16. ``overflow``: a token that makes the loss of its batch infinite under fp16, as a number above 65,504
 would.
@@ -18,6 +19,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,14 +31,17 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 import worker.attach
+import worker.background
 import worker.own_script
 import worker.saving
 import worker.setup
 import worker.train
 from tests.trainer_room import launch
 from worker.attached import Attached
+from worker.background import Background, LargeParts
 from worker.contract.claim import Claim, take_claim
 from worker.lora import base_of
+from worker.saving import finish_saving
 from worker.staging import clear_staging
 from worker.wrap import wrap
 
@@ -62,10 +67,31 @@ def inject_more(faults: dict[str, Any]) -> None:
         return attached
 
     worker.train.attach = worker.own_script.attach = attach_with_more
+    if "free_bytes" in faults:
+        worker.background.available_bytes = lambda: int(faults["free_bytes"])
+    if faults.get("holds_writes"):
+        _hold_writes()
     if faults.get("superseded_in_save"):
         wrap(worker.saving, "_write_ours", _be_superseded)
     if "kill_in_save" in faults:
         _kill_in_save(*faults["kill_in_save"])
+
+
+def _hold_writes() -> None:
+    """A save beside the training waits, before it writes anything, until somebody waits for it."""
+    awaited = threading.Event()
+
+    def held(original: Callable[..., None], large: LargeParts) -> None:
+        awaited.wait()
+        original(large)
+
+    def wait(original: Callable[..., None], background: Background) -> None:
+        awaited.set()
+        original(background)
+        awaited.clear()
+
+    LargeParts.write = functools.partialmethod(functools.partial(held, LargeParts.write))
+    Background.wait = functools.partialmethod(functools.partial(wait, Background.wait))
 
 
 def _shard_on_cpu() -> None:
@@ -249,17 +275,18 @@ def _writes(args: tuple[Any, ...]) -> bool:
 def _kill_in_save(step: int, place: str) -> None:
     save = worker.saving.save_checkpoint
 
-    def save_and_die(attached: Attached, *args: Any) -> None:
+    def save_and_die(attached: Attached, *args: Any, **how: Any) -> None:
         if attached.trainer.state.global_step == step:
             run = attached.context.run.path
-            _each_kill(run, run.parent / place, lambda: save(attached, *args))
+            finish_saving(attached)
+            _each_kill(run, run.parent / place, lambda: (save(attached, *args, **how), finish_saving(attached)))
             os._exit(0)
-        save(attached, *args)
+        save(attached, *args, **how)
 
     worker.attach.save_checkpoint = save_and_die  # type: ignore[attr-defined]
 
 
-def _each_kill(run: Path, place: Path, save: Callable[[], None]) -> None:
+def _each_kill(run: Path, place: Path, save: Callable[[], object]) -> None:
     """Fork this very process for every boundary, let it be killed there, and keep the run's folder as it left it."""
     before = place / "before"
     shutil.copytree(run, before)

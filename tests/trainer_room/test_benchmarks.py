@@ -9,16 +9,31 @@ import pytest
 pytestmark = pytest.mark.training
 
 
-def test_the_benchmark_of_saves_and_resumes_runs_to_its_end() -> None:
-    small = ["--steps", "3", "60", "--repeats", "1", "--hidden", "16", "--layers", "1"]
+def run(module: str, *told: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", *small],
+        [sys.executable, "-m", module, *told],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_benchmark_of_saves_beside_the_training_runs_to_its_end() -> None:
+    small = ["--turns", "1", "--saves", "2", "--every", "2", "--hidden", "32", "--layers", "1"]
+    done = run("benchmarks.saves", *small)
+    assert f"python -m benchmarks.saves {' '.join(small)}" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["plain", "higgsfield", "in"]
+    assert all(float(figure) > 0 for row in rows for figure in row[2:4])
+    assert float(rows[2][-1]) > 0  # some were written beside the training
+
+
+def test_the_benchmark_of_saves_and_resumes_runs_to_its_end() -> None:
+    small = ["--steps", "3", "60", "--repeats", "1", "--hidden", "16", "--layers", "1"]
+    done = run("benchmarks.checkpoint", *small)
     assert f"python -m benchmarks.checkpoint {' '.join(small)}" in done.stdout
     assert "torch" in done.stdout
     assert "median of 1, in seconds" in done.stdout

@@ -142,12 +142,13 @@ def test_a_sharded_checkpoint_of_another_model_optimizer_or_backend_is_refused(s
     [
         ({}, {}, "was asked for and is not in force"),
         ({"fsdp_on_cpu": True}, {"version": 1}, "only FSDP 2 is supported"),
+        ({"fsdp_on_cpu": True}, {}, "checkpoint.background: not with FSDP"),
     ],
 )
 def test_sharding_that_would_not_be_what_was_asked_for_is_refused(
     sharded: Callable[..., Rig], faults: dict[str, Any], fsdp: dict[str, Any], said: str
 ) -> None:
-    rig = sharded("run", training=extra(**fsdp))
+    rig = sharded("run", training=extra(**fsdp), checkpoint={"background": "background" in said})
     rig.finish(23, world=2, **faults)
     assert said in error_of(rig)[1]
     assert not rig.run.history.exists()

@@ -118,6 +118,7 @@ class Record(Message):
     nonfinite_ranks: tuple[int, ...] | None = None
     level: float | None = None
     save_s: float | None = None
+    write_s: float | None = None
     eval_loss: float | None = None
     ema_eval_loss: float | None = None
     data_wait_s: float | None = None

@@ -43,6 +43,8 @@ class CheckpointConfig(Section):
     """Checkpoints of abandoned branches kept in quarantine."""
     healthy_after: NotNegative = 25
     """Steps without a verdict after a checkpoint that make it healthy."""
+    background: bool = False
+    """Train on while a copy of the state is written; takes main memory for it; not with FSDP or DeepSpeed."""
 
 
 class SpikeRecovery(Section):

@@ -1,0 +1,218 @@
+"""A save beside the training: its large parts are copied into kept memory, and a thread writes the copies.
+
+What the copies take is learned in a plain save, the first of each start; a thread makes ready so much memory, touched,
+so that a copy waits for no page. Where there is too little of it, saves stay plain.
+"""
+
+import copy
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from worker.checkpoints import digested_save
+from worker.free_memory import available_bytes
+from worker.wrap import replaced
+
+_LARGE_BYTES = 1 << 16
+"""What is smaller is written at once: the page cache takes it as quickly as a copy would be made."""
+_SHARE = 0.75
+"""Of the memory that is free, what the copies may take."""
+
+
+class KeptMemory:
+    """Main memory for copies of tensors, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._taken: list[torch.Tensor] = []
+        self.is_ready = False
+
+    def reserve(self, sizes: Counter[int], available: int | None) -> str | None:
+        """Make ready a buffer of each size; why not, where too little memory is ``available`` (None: unknown)."""
+        missing = sizes - Counter({size: len(buffers) for size, buffers in self._free.items()})
+        needed = sum(size * number for size, number in missing.items())
+        if available is not None and needed > _SHARE * available:
+            gib = 2**30
+            return f"copies for a save take {needed / gib:.3g} GiB, and {available / gib:.3g} GiB are free"
+        for size, number in missing.items():
+            self._free[size] += [self._buffer(size).zero_() for _ in range(number)]
+        self.is_ready = True
+        return None
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors in kept memory, until ``give_back``; those that share memory share it there too."""
+        storages = {id_of(one): one.untyped_storage() for one in tensors}
+        places = {key: self._take(storage.nbytes()) for key, storage in storages.items()}
+        torch._foreach_copy_(list(places.values()), [bytes_of(one) for one in storages.values()], non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return [
+            torch.empty(0, dtype=one.dtype).set_(
+                places[id_of(one)].untyped_storage(), one.storage_offset(), one.shape, one.stride()
+            )
+            for one in tensors
+        ]
+
+    def _take(self, size: int) -> torch.Tensor:
+        buffers = self._free[size]
+        self._taken.append(buffers.pop() if buffers else self._buffer(size))
+        return self._taken[-1]
+
+    def give_back(self) -> None:
+        """Nobody needs the copies any longer."""
+        for buffer in self._taken:
+            self._free[buffer.numel()].append(buffer)
+        self._taken.clear()
+
+
+def id_of(one: torch.Tensor) -> int:
+    """Names the memory that a tensor lies in, as long as the tensor lives."""
+    return int(one.untyped_storage()._cdata)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as bytes, [its size], without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class LargeParts:
+    """What of one save is large: how much memory its copies take and, where it is copied, what is left to write."""
+
+    def __init__(self, memory: KeptMemory, digests: dict[Path, str], is_copied: bool) -> None:
+        """``digests`` receives those that are made while writing."""
+        self.sizes = Counter[int]()
+        self.is_copied = is_copied
+        self._memory, self._digests = memory, digests
+        self._left: list[Callable[[], None]] = []
+
+    def write(self) -> None:
+        """Write what was copied."""
+        for write in self._left:
+            write()
+
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, or their copies where they are to be written later."""
+        self.sizes += Counter({id_of(one): one.untyped_storage().nbytes() for one in tensors}.values())
+        return self._memory.copies(tensors) if self.is_copied else list(tensors)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within, what goes to files through torch or safetensors is noted, and what is large is written later."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced(torch, "save", partial(self._torch_save, torch.save)))
+            for module, name in _safetensors_writers():
+                stack.enter_context(replaced(module, name, partial(self._save_file, getattr(module, name))))
+            yield
+
+    def _torch_save(self, original: Callable[..., None], value: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [one for one in tree_leaves(value) if type(one) is torch.Tensor and one.layout is torch.strided]
+        if not isinstance(f, (str, Path)) or not _are_large(tensors):
+            return original(value, f, *args, **kwargs)
+        copies = self.copies(tensors)
+        if not self.is_copied:
+            return original(value, f, *args, **kwargs)
+        known = {id(one): kept for one, kept in zip(tensors, copies, strict=True)}
+        as_now = copy.deepcopy(value, known)
+        self._left.append(partial(self._write_digested, as_now, Path(f), *args, **kwargs))
+        return None
+
+    def _write_digested(self, value: Any, path: Path, *args: Any, **kwargs: Any) -> None:
+        self._digests[path] = digested_save(value, path, *args, **kwargs)
+
+    def _save_file(
+        self, original: Callable[..., None], tensors: dict[str, torch.Tensor], filename: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if not _are_large(tensors.values()):
+            return original(tensors, filename, *args, **kwargs)
+        copies = self.copies(list(tensors.values()))
+        write = partial(original, dict(zip(tensors, copies, strict=True)), filename, *args, **kwargs)
+        if not self.is_copied:
+            return write()
+        self._left.append(write)
+        return None
+
+
+def _are_large(tensors: Iterable[torch.Tensor]) -> bool:
+    return sum(one.nbytes for one in tensors) >= _LARGE_BYTES
+
+
+def _safetensors_writers() -> list[tuple[Any, str]]:
+    """Where the writer of safetensors is called by; who imported it by another name writes at once, as ever."""
+    names = {
+        "safetensors.torch": "save_file",
+        "transformers.modeling_utils": "safe_save_file",
+        "peft.peft_model": "safe_save_file",
+    }
+    return [(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
+
+
+class Background:
+    """One piece of work at a time beside the training; what it raises is raised by ``wait`` or ``result``."""
+
+    def __init__(self) -> None:
+        self.memory = KeptMemory()
+        self._shortage: str | None = None
+        self._has_told = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._result: float | None = None
+
+    def reserve(self, sizes: Counter[int]) -> None:
+        """Make memory for copies ready, beside the training."""
+
+        def work() -> None:
+            self._shortage = self.memory.reserve(sizes, available_bytes())
+
+        self.start(work)
+
+    def shortage(self) -> str | None:
+        """Why there is no memory for copies, once."""
+        told = None if self._has_told else self._shortage
+        self._has_told = self._has_told or told is not None
+        return told
+
+    def start(self, work: Callable[[], float | None]) -> None:
+        """Begin, once the work before is done."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], float | None]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:  # noqa: BLE001 (the main thread raises it)
+            self._failure = error
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether something is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when nothing is under way any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise()
+
+    def result(self) -> float | None:
+        """What the last work returned, once."""
+        self._raise()
+        result, self._result = self._result, None
+        return result
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
