@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from slurm.local_cluster.cluster import Cluster, running
 from slurm.local_cluster.configuration import missing_packages
 
 if TYPE_CHECKING:
     from tests.trainer_room.rig import Launcher
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no wrong answer
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
