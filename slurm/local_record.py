@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ def read(folder: Path, job_id: str) -> Record | None:
     """The record of a job, or None if this folder has none."""
     file = path(folder, job_id)
     try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError("no regular file")
         fields = json.loads(file.read_text(encoding="utf-8"))
         return Record(**{**fields, "process": Process(**fields["process"]), "state": JobState(fields["state"])})
     except FileNotFoundError:

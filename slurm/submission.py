@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import shlex
+import stat
 import subprocess
 import sys
 import time
@@ -36,12 +37,21 @@ _SUBMITITS = frozenset({"job-name", "nodes", "ntasks-per-node"})
 def preamble(job: JobRequest) -> list[str]:
     """Shell lines before the job's program: its environment, the person's set-up, and where our package is."""
     resources = job.resources
-    lines = [f"export {name}={shlex.quote(str(value))}" for name, value in resources.environment.items()]
+    lines = [_private_or_exit(job.folder)]
+    lines += [f"export {name}={shlex.quote(str(value))}" for name, value in resources.environment.items()]
     lines += [*resources.setup, "export PYTHONSAFEPATH=1"]
     root = package_root()
     if root is not None:
         lines.append(f'export PYTHONPATH={shlex.quote(str(root))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     return lines
+
+
+def _private_or_exit(folder: Path) -> str:
+    """A shell line that ends the job before anything is unpickled from a folder that others may write into."""
+    its = shlex.quote(str(folder))
+    told = shlex.quote(f"{folder}: is not yours alone (mode 700), and what is in it is run as code")
+    test = f'[ -O {its} ] && [ ! -L {its} ] && case "$(stat -c %a {its})" in *700) ;; *) false ;; esac'
+    return f"{{ {test}; }} || {{ echo {told} >&2; exit 1; }}"
 
 
 def interpreter(job: JobRequest) -> str:
@@ -199,10 +209,24 @@ def _visible_gpus(count: int) -> str:
     return ",".join((allowed.split(",") if allowed else [str(n) for n in range(count)])[:count])
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that its owner alone may enter; RequestError where it is not ours.
+
+    The job runs what is pickled there: whoever could write into it could have our jobs do anything.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise RequestError(f"{folder}: is not your own folder, and what is in it is run as code; remove it")
+    folder.chmod(0o700)
+    foreign = next((path for path in folder.glob("*.pkl") if path.lstat().st_uid != os.geteuid()), None)
+    if foreign is not None:
+        raise RequestError(f"{foreign}: is somebody else's, and it is run as code; remove it")
+
+
 def submit(kind: str, job: JobRequest, **settings: float) -> tuple[str, str | None]:
     """Submit once, here and now; the caller has made the environment what it should be."""
-    job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    job.folder.chmod(0o700)
+    make_private(job.folder)
     if kind == "slurm":
         batch = BatchExecutor(job)
         _publish_pickle(job)

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from worker.contract.directive import Cause, LearningRateRamp, SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
-from worker.contract.files import Message, UnusableFileError, append_line, encode
+from worker.contract.files import Message, UnusableFileError, append_line, encode, read_data
 from worker.contract.loss_history import BatchPosition, Start
 from worker.contract.pulse import Phase
 from worker.contract.rehearsal import Fault
@@ -373,7 +373,7 @@ def read_journal(path: Path) -> list[Event]:
     be taken for a new one.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_data(path).split(b"\n")
     except FileNotFoundError:
         return []
     events = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
@@ -400,7 +400,7 @@ def _parse(path: Path, number: int, line: bytes) -> Event:
 def mend_journal(path: Path) -> None:
     """Cut a torn last line off: a torn intent had no effect yet, a torn outcome is found out again."""
     try:
-        data = path.read_bytes()
+        data = read_data(path)
     except FileNotFoundError:
         return
     whole = data.rfind(b"\n") + 1

@@ -22,6 +22,7 @@ from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import WIDTH, is_milestone, is_told
 from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
+from worker.contract.files import read_data
 from worker.contract.loss_history import read_history, surviving
 from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
@@ -160,7 +161,7 @@ def write_journal(
     told = 0
     while True:
         is_over = replay(read_journal(run_dir.journal)).is_over
-        data = run_dir.journal.read_bytes()[told:]
+        data = read_data(run_dir.journal)[told:]
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.splitlines(keepends=True):
             if since <= 0 or json.loads(line).get("time", 0.0) >= since:

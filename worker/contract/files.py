@@ -8,10 +8,14 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+_LARGEST_BYTES: Final = 64 << 20
+"""Of any file that is read whole: the journal of a run that lives for years has a tenth of it."""
 
 
 class UnusableFileError(Exception):
@@ -58,10 +62,33 @@ def publish_message(path: Path, message: Message) -> None:
     publish(path, encode(message.model_dump(mode="json")) + "\n")
 
 
+def open_data(path: Path) -> BinaryIO:
+    """A regular file, to be read; OSError where it cannot be opened, UnusableFileError where it is anything else.
+
+    A run's folder may be somebody else's: reading a pipe or a device there might never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+    raise UnusableFileError(path, f"{what}; move it away, a file of the run has this name")
+
+
+def read_data(path: Path) -> bytes:
+    """All of a regular file; OSError and UnusableFileError as ``open_data``, also where it is far too large."""
+    with open_data(path) as file:
+        data = file.read(_LARGEST_BYTES + 1)
+    if len(data) > _LARGEST_BYTES:
+        raise UnusableFileError(path, f"is larger than {_LARGEST_BYTES >> 20} MiB, which no file of a run is")
+    return data
+
+
 def read_message(path: Path, kind: type[AnyMessage]) -> AnyMessage | None:
     """The message at ``path``; None where there is no file; UnusableFileError where it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_data(path).decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

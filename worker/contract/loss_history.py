@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from worker.contract.byte_lines import lines_from_end, written_length
 from worker.contract.claim import FencedError
 from worker.contract.directive import SkippedBatches
-from worker.contract.files import Message, UnusableFileError, encode, sync_folder
+from worker.contract.files import Message, UnusableFileError, encode, open_data, sync_folder
 
 Verdict = Literal["ok", "skipped", "pending", "suspect", "spike", "divergence", "nonfinite"]
 ACTED: frozenset[Verdict] = frozenset({"spike", "divergence", "nonfinite"})
@@ -28,6 +28,8 @@ ACTED: frozenset[Verdict] = frozenset({"spike", "divergence", "nonfinite"})
 _HEAD = b"["
 _TAIL = b"\n]\n"
 _SYNC_EVERY_S = 2.0
+_CHUNK_BYTES = 16 << 20
+"""Read at once, and longer than any record: a file of a person's own making must not fill the memory."""
 _ALWAYS = frozenset({"segment", "attempt", "restart", "step", "epoch", "time", "loss", "grad_norm", "lr", "verdict"})
 _FINITE_OR_NAMED = ("loss", "grad_norm", "lr", "loss_scale", "eval_loss", "ema_eval_loss", "level")
 
@@ -160,8 +162,8 @@ def broken_line(path: Path) -> int | None:
     A torn end and the zeros that a crashed host leaves are none: nothing that was ever written whole follows them.
     """
     try:
-        with _open(path) as file:
-            lines = _before_zeros(file.read()).split(b"\n")
+        with open_data(path) as file:
+            lines = _until_zeros(file).split(b"\n")
     except FileNotFoundError:
         return None
     is_no_record = [line not in (b"", b"[", b"]", b",") and _parse(line, path) is None for line in lines]
@@ -174,18 +176,10 @@ def broken_line(path: Path) -> int | None:
     return first + 1 if has_more else None
 
 
-def _open(path: Path) -> BinaryIO:
-    """The file, to be read; FileNotFoundError where there is none yet, UnusableFileError where it is a folder."""
-    try:
-        return open(path, "rb")
-    except IsADirectoryError:
-        raise UnusableFileError(path, "is a folder; move it away, the run's history has this name") from None
-
-
 def last_record(path: Path) -> Record | None:
     """The last whole record, read from the end of the file in constant time; None where there is none."""
     try:
-        with _open(path) as file:
+        with open_data(path) as file:
             size = os.fstat(file.fileno()).st_size
             return _last_of_tail(path, file.fileno(), size)
     except FileNotFoundError:
@@ -195,10 +189,10 @@ def last_record(path: Path) -> Record | None:
 def recent_records(path: Path, length: int = 65_536) -> list[Record]:
     """The whole records within the last ``length`` bytes, at least the last one; [] where there is none."""
     try:
-        with _open(path) as file:
+        with open_data(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - length))
-            lines = _before_zeros(file.read()).split(b"\n")
+            lines = _before_zeros(file.read(length)).split(b"\n")
     except FileNotFoundError:
         return []
     found = [record for record in (_parse(line, path) for line in lines[1:]) if record is not None]
@@ -215,7 +209,7 @@ def _last_of_tail(path: Path, descriptor: int, size: int) -> Record | None:
             found = _parse(line, path)
             if found is not None:
                 return found
-        if begin == 0:
+        if begin == 0 or length > _CHUNK_BYTES:
             return None
         length *= 4
 
@@ -223,6 +217,14 @@ def _last_of_tail(path: Path, descriptor: int, size: int) -> Record | None:
 def _before_zeros(data: bytes) -> bytes:
     """What was really written: a host that crashes may leave zeros where a block should be, also midway."""
     return data.split(b"\0", 1)[0]
+
+
+def _until_zeros(file: BinaryIO) -> bytes:
+    """All that was really written, without reading the hole of a file that is nothing else."""
+    parts: list[bytes] = []
+    while (part := file.read(_CHUNK_BYTES)) and not (parts and b"\0" in parts[-1]):
+        parts.append(part)
+    return _before_zeros(b"".join(parts))
 
 
 def _parse(line: bytes, path: Path) -> Record | None:
@@ -249,14 +251,20 @@ class HistoryReader:
     def new_records(self) -> list[Record]:
         """Whole records since the last look, in file order; stops before a torn line and takes it up later."""
         try:
-            with _open(self.path) as file:
+            with open_data(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     raise UnusableFileError(self.path, "became shorter than what was read before")
-                file.seek(self._offset)
-                data = _before_zeros(file.read())
+                found: list[Record] = []
+                while new := self._take(_before_zeros(self._next(file))):
+                    found += new
         except FileNotFoundError:
             return []
-        return self._take(data)
+        return found
+
+    def _next(self, file: BinaryIO) -> bytes:
+        """What follows the last whole record, as much as is read at once."""
+        file.seek(self._offset)
+        return file.read(_CHUNK_BYTES)
 
     def _take(self, data: bytes) -> list[Record]:
         found: list[Record] = []

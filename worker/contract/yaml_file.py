@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 
+from worker.contract.files import UnusableFileError, read_data
+
+_MOST_VALUES = 1_000_000
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
 _INT = re.compile(r"^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$")
 _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
@@ -70,10 +73,32 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
+def _load(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _written_out(node, {}) > _MOST_VALUES:
+            raise YamlError("its aliases (*name) stand for more values than any configuration has")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node holds when each alias in it is written out: ten lines can stand for billions."""
+    if id(node) not in known:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        children = node.value if isinstance(node, yaml.SequenceNode) else [child for pair in pairs for child in pair]
+        known[id(node)] = 1 + sum(_written_out(child, known) for child in children)
+    return known[id(node)]
+
+
 def parse_yaml(text: str) -> Any:
     """The value that ``text`` holds; YamlError where it holds none."""
     try:
-        return yaml.load(text, _Loader)
+        return _load(text)
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise YamlError(f"{where}{' '.join(str(error.problem).split())}") from None
@@ -88,7 +113,9 @@ def parse_yaml(text: str) -> Any:
 def read_yaml(path: Path) -> Any:
     """The value in a YAML file; YamlError where it cannot be read as one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_data(path).decode()
+    except UnusableFileError as error:
+        raise YamlError(f"it {error.why.partition(';')[0]}") from None
     except UnicodeDecodeError:
         raise YamlError("it is not UTF-8 text") from None
     except OSError as error:
