@@ -115,7 +115,7 @@ def read_yaml(path: Path) -> Any:
     try:
         text = read_data(path).decode()
     except UnusableFileError as error:
-        raise YamlError(f"it {error.why.partition(';')[0]}") from None
+        raise YamlError(f"it cannot be read ({error.why.partition(';')[0]})") from None
     except UnicodeDecodeError:
         raise YamlError("it is not UTF-8 text") from None
     except OSError as error:
