@@ -79,10 +79,9 @@ def open_data(path: Path) -> BinaryIO:
 def read_data(path: Path) -> bytes:
     """All of a regular file; OSError and UnusableFileError as ``open_data``, also where it is far too large."""
     with open_data(path) as file:
-        data = file.read(_LARGEST_BYTES + 1)
-    if len(data) > _LARGEST_BYTES:
-        raise UnusableFileError(path, f"is larger than {_LARGEST_BYTES >> 20} MiB, which no file of a run is")
-    return data
+        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+            raise UnusableFileError(path, f"is larger than {_LARGEST_BYTES >> 20} MiB, which no file of a run is")
+        return file.read()
 
 
 def read_message(path: Path, kind: type[AnyMessage]) -> AnyMessage | None:

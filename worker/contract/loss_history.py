@@ -264,7 +264,7 @@ class HistoryReader:
     def _next(self, file: BinaryIO) -> bytes:
         """What follows the last whole record, as much as is read at once."""
         file.seek(self._offset)
-        return file.read(_CHUNK_BYTES)
+        return file.read(min(_CHUNK_BYTES, os.fstat(file.fileno()).st_size - self._offset))
 
     def _take(self, data: bytes) -> list[Record]:
         found: list[Record] = []
