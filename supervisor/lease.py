@@ -66,6 +66,10 @@ class HeldError(Exception):
     """Another supervisor holds the run; the message says who."""
 
 
+class SupersededError(HeldError):
+    """A later start of our own job has held the run: Slurm has given this one up, with its node."""
+
+
 class LostError(Exception):
     """The lease is somebody else's by now; write nothing more."""
 
@@ -124,8 +128,12 @@ def take_lease(
 
     A holder on another host is watched for ``patience_s`` before it counts as dead. One that an earlier start of our
     ``own`` job left behind is not waited for: Slurm has given it up, with its node, and its next look makes it leave.
+    SupersededError for such an earlier start itself, whoever holds the run.
     """
-    before = read_holder(run_dir)
+    known = _read(run_dir)
+    if known is not None and known.job_id == own.job_id and known.restart > own.restart:
+        raise SupersededError(f"{run_dir.path}: job {own.job_id} was started again, and this start is no more")
+    before = known if known is not None and known.holder else None
     if before is not None and not _is_superseded(before, own):
         _wait_until_dead(run_dir, before, job_is_over, sleep, patience_s)
     with _orderly(run_dir):

@@ -13,7 +13,7 @@ from slurm.job import JobRequest
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.actions import SupervisedRun
 from supervisor.job_request import supervisor_request
-from supervisor.lease import OwnJob
+from supervisor.lease import OwnJob, SupersededError
 from supervisor.run_state import RunState
 from supervisor.supervise import JobEndsError, own_job_name, supervise
 from worker.contract.run_dir import RunDir
@@ -67,7 +67,7 @@ def supervise_beside_worker(run_dir: RunDir, start: Mapping[str, Any]) -> RunSta
     own, signals = OwnJob(job_id, restart, tasks_over(run_dir.jobs, job_id, restart)), JobSignals()
     try:
         return supervise(run_dir, sys.stdout, own=own, leaves=lambda run: signals.is_ending or run.has_next_job)
-    except JobEndsError:
+    except (JobEndsError, SupersededError):
         return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.lease import HeldError, LeaseFile, LostError, OwnJob, read_holder, take_lease
+from supervisor.lease import HeldError, LeaseFile, LostError, OwnJob, SupersededError, read_holder, take_lease
 from tests.supervisor_room.stage import Stage
 from worker.contract.claim import start_ticks
 from worker.contract.files import publish_message
@@ -96,9 +96,13 @@ def test_an_earlier_start_of_the_same_job_is_followed_at_once_and_leaves(run_dir
         old.check()
     new.check()
     with pytest.raises(HeldError):
-        take_lease(run_dir, own=OwnJob("17", restart=0))
-    with pytest.raises(HeldError):
         take_lease(run_dir, own=OwnJob("18", restart=5))
+    with pytest.raises(SupersededError):
+        take_lease(run_dir, own=OwnJob("17", restart=0))
+    new.give_up()
+    with pytest.raises(SupersededError):  # nobody holds it, and the old start is no more all the same
+        take_lease(run_dir, own=OwnJob("17", restart=0))
+    assert take_lease(run_dir, own=OwnJob("18")).term == 3
 
 
 def test_the_loser_of_a_take_over_writes_nothing_more(tmp_path: Path, run_dir: RunDir) -> None:
