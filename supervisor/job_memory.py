@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from slurm import reasons
 from slurm.job import JobState
 from supervisor.journal import (
+    Cancelled,
     DrainSeen,
     Event,
     JobChanged,
@@ -40,6 +41,8 @@ class JobMemory:
     """Nodes that it was told to avoid after its submission."""
     readmits: bool = False
     """Whether a node that was left out was allowed again since its submission."""
+    cancelled_restart: int | None = None
+    """Its restart count when we cancelled it; None while we did not."""
     was_released: bool = False
     refused: frozenset[tuple[int, str]] = frozenset()
     """Restart count and kind of the changes that the scheduler did not allow."""
@@ -63,6 +66,8 @@ def remember(memory: JobMemory, event: Event) -> JobMemory:
             return _see(memory, event)
         case StartMoved():
             return replace(memory, hurried_restart=memory.restarts)
+        case Cancelled():
+            return replace(memory, cancelled_restart=memory.restarts)
         case NodeExcluded():
             return replace(memory, readmits=memory.readmits or event.until is None)
         case DrainSeen():

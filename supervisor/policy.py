@@ -29,6 +29,9 @@ def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     if left is not None and left.outcome is Outcome.DONE:
         step = left.step if left.step is not None else last_step(seen)
         return Finish(step, f"all {step} steps are done")
+    again = _cancel_again(run, seen)
+    if again is not None:
+        return again
     if run.stop_by is not None:
         return _stop(run, seen, rules, run.stop_by)
     spent = spent_gpu_hours(run, seen, rules)
@@ -52,6 +55,15 @@ def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     if left is not None and left.outcome in _ANSWERS:
         return _ANSWERS[left.outcome](run, seen, rules, left)
     return follow_job(run, seen, rules)
+
+
+def _cancel_again(run: RunState, seen: Observation) -> Cancel | None:
+    """A cancelled job may go back into the queue all the same, where its node failed or it was requeued just then."""
+    job, before = seen.job, run.memory.cancelled_restart
+    if job is None or before is None or job.job_id != run.job_id or job.restarts <= before:
+        return None
+    is_ending = job.state.is_over or job.state is JobState.COMPLETING
+    return None if is_ending else Cancel(job.job_id, "it was put back into the queue just as it was cancelled")
 
 
 def _was_stopped_by_file(left: WorkerLeft | None) -> bool:

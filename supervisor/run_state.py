@@ -42,7 +42,7 @@ from supervisor.journal import (
     WorkerLeft,
     WouldHaveDone,
 )
-from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ErrorDetail, Outcome
 from worker.contract.rehearsal import Fault
 
 State = Literal["created", "queued", "starting", "training", "recovering", "stopping", "finished", "stopped", "gave_up"]
@@ -419,7 +419,10 @@ def _see_job(run: RunState, event: JobSeen) -> RunState:
     ended = run.ended_or_cancelled | {event.job_id} if is_over else run.ended_or_cancelled - {event.job_id}
     is_back = run.job is not None and event.restarts > run.job.restarts
     after = replace(run, job=event, state=_state_with_job(run, state), ended_or_cancelled=ended)
-    return replace(after, left=None, hang=None) if is_back else after
+    is_awaited = (
+        run.left is not None and run.left.outcome in WAITS_FOR_A_DIRECTIVE
+    )  # by the agents of its next start too
+    return replace(after, left=None, hang=None) if is_back and not is_awaited else after
 
 
 def _state_with_job(run: RunState, job: JobState) -> State:

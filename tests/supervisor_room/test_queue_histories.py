@@ -142,6 +142,36 @@ def test_a_crash_that_was_reported_after_the_requeue_is_answered_for_the_agents_
     assert [(each.cause, each.where) for each in those(stage, Continued)][1:] == [("crash", "same_allocation")]
 
 
+def test_a_job_that_comes_back_from_a_cancel_is_cancelled_again(tmp_path: Path) -> None:
+    """Slurm puts it back where it was requeued, or its node failed, at the same moment."""
+    stage = Stage(tmp_path, cluster={"nodes": 2})
+    in_training(stage, ("n1", "n2"))
+    first = stage.job_id
+    stage.scheduler.cancel = lambda job_id: None  # type: ignore[method-assign]
+    lose(stage, "n2")
+    stage.scheduler.set_state(first, JobState.RUNNING, nodes=("n1",))
+    stage.settle()
+    assert stage.names.count("Cancelled") == 1
+    del stage.scheduler.cancel
+    stage.scheduler.set_state(first, JobState.COMPLETING, restarts=1, nodes=("n1",))
+    stage.settle()
+    stage.scheduler.set_state(first, JobState.PENDING, why="BeginTime", restarts=1)
+    stage.settle()
+    assert (stage.scheduler.jobs[first].state, stage.names.count("Cancelled")) == (JobState.CANCELLED, 2)
+    assert (stage.submissions, stage.job_id != first) == (2, True)
+
+
+def test_a_crash_is_told_once_though_the_job_was_put_back(stage: Stage) -> None:
+    in_training(stage)
+    stage.leave(Outcome.CRASHED)
+    stage.scheduler.set_state(stage.job_id, JobState.COMPLETING, restarts=1)
+    stage.settle()
+    requeue(stage, why="Priority")
+    stage.settle()
+    assert stage.names.count("WorkerLeft") == 1
+    assert [each.cause for each in those(stage, Continued)] == ["first", "crash"]
+
+
 def test_a_job_that_goes_on_without_a_node_is_ended_and_submitted_afresh(tmp_path: Path) -> None:
     stage = Stage(tmp_path, cluster={"nodes": 2})
     in_training(stage, ("n1", "n2"))
