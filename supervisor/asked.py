@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from slurm import reasons
 from slurm.commands import python_environment
-from slurm.job import JobRequest
+from slurm.job import JobRequest, JobStatus
 from slurm.scheduler import Scheduler
 from supervisor.runs import RunError
 from worker.contract.told import Line
@@ -70,7 +71,7 @@ def _follow(
                 return
         if looks % _ASK_EVERY == 0 and not lines:
             status = scheduler.look([job_id]).get(job_id)
-            now = f"job {job_id} is {status.state.value} {status.why}".rstrip() if status else f"job {job_id} is gone"
+            now = _where_it_stands(job_id, status)
             if now != said:
                 yield kind(note=now)
             said = now
@@ -80,6 +81,14 @@ def _follow(
                     raise RunError(f"{now}, and it left no answer; its output is in {job.folder}/{job_id}_0_log.err")
         looks += 1
         sleep(_LOOK_S)
+
+
+def _where_it_stands(job_id: str, status: JobStatus | None) -> str:
+    """What the job does, and why it waits, for a person."""
+    if status is None:
+        return f"job {job_id} is gone"
+    why = reasons.explain(status)
+    return f"job {job_id} waits: {why} ({status.why})" if why else f"job {job_id} is {status.state.value}"
 
 
 def _new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:

@@ -38,10 +38,11 @@ from supervisor.curve_shapes import (
     waits_for_data,
 )
 from supervisor.evidence import Evidence, Incident
-from supervisor.journal import Cure, Diagnosis
+from supervisor.journal import Diagnosis
 from supervisor.rate_rules import by_batch
 from worker.contract.config import Config
 from worker.contract.recipe_config import STARTING_RATES
+from worker.contract.replay import Change
 
 STARTING_OF_ADAPTERS: Final = 1e-4
 Subject = TypeVar("Subject", Evidence, Incident)
@@ -57,7 +58,7 @@ class Row(Generic[Subject]):
     test: Callable[[Subject], Sequence[str]]
     """The evidence, with its figures; nothing where there is no such symptom."""
     next: Callable[[Subject], str]
-    cure: Cure | None = None
+    cure: Change | None = None
 
     def asked(self, subject: Subject) -> Diagnosis | None:
         """What this row says of ``subject``; None where it does not fit."""

@@ -90,7 +90,7 @@ class Diagnosis(Message):
     confidence: Literal["sure", "likely", "possible"]
     evidence: tuple[str, ...]
     next: str
-    cure: Cure | None = None
+    cure: Change | None = None
     """The change of a replay that shows whether this is it; None = no such change would."""
 
 

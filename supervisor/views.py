@@ -81,7 +81,8 @@ class ReportAtTheEnd:
 
 def show_diagnosis(run_dir: RunDir, out: TextIO) -> None:
     """Print what went wrong in the run and why, or that nothing did."""
-    for line in diagnosis_lines(diagnose(read_evidence(run_dir)), columns(out)):
+    known = read_evidence(run_dir)
+    for line in diagnosis_lines(known.config.run.name, diagnose(known), columns(out)):
         print(line, file=out)
 
 

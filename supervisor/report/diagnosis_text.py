@@ -10,12 +10,12 @@ from supervisor.report.figures import printable
 _LABEL: Final = "  {:<9} "
 
 
-def diagnosis_lines(findings: Sequence[Diagnosis], width: int) -> Iterator[str]:
-    """Every finding, the most telling first: cause, evidence, and what to try next."""
+def diagnosis_lines(name: str, findings: Sequence[Diagnosis], width: int) -> Iterator[str]:
+    """Every finding about the run ``name``, the most telling first: cause, evidence, what to try, and what shows it."""
     for number, one in enumerate(findings, 1):
         count = f"{number}. " if len(findings) > 1 else ""
         yield printable(f"{count}{_headline(one)}")
-        for label, text in _details(one):
+        for label, text in _details(one, name):
             head = _LABEL.format(label)
             room = max(24, width - len(head))
             first, *more = textwrap.wrap(printable(text), room, break_on_hyphens=False, break_long_words=False) or [""]
@@ -27,11 +27,13 @@ def _headline(one: Diagnosis) -> str:
     return f"{one.symptom}: {one.cause} ({one.confidence})"
 
 
-def _details(one: Diagnosis) -> Iterator[tuple[str, str]]:
+def _details(one: Diagnosis, name: str) -> Iterator[tuple[str, str]]:
     for number, evidence in enumerate(one.evidence):
         yield "" if number else "seen", evidence
     if one.next != "nothing":
         yield "try", one.next
+    if one.cure is not None:
+        yield "shown by", f"higgsfield diagnose {name} --replay: it is this if `{one.cure}` cures it"
 
 
 def in_one_line(one: Diagnosis) -> str:

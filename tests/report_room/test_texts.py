@@ -56,7 +56,7 @@ def test_the_diagnosis_of_a_run(tmp_path: Path, name: str) -> None:
     story = recorded(name)
     training = {"max_steps": 260, "optimizer": {"name": "sgd", "learning_rate": 3.0}}
     findings = diagnose(Evidence(config(tmp_path, training=training), story.records, story.events))
-    assert_told(f"diagnosis-{name}", "\n".join(diagnosis_lines(findings, 110)) + "\n")
+    assert_told(f"diagnosis-{name}", "\n".join(diagnosis_lines("r", findings, 110)) + "\n")
 
 
 def test_a_rollback_says_what_was_believed_by_its_diagnosis() -> None:

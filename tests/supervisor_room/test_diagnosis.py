@@ -464,6 +464,6 @@ def test_no_history_whatever_makes_it_stumble(records: list[Record], evidence: E
     known = replace(evidence, records=records)
     found = diagnose(known)
     assert found
-    assert list(diagnosis_lines(found, 80))
+    assert list(diagnosis_lines("r", found, 80))
     for attempt in range(1, 5):
         explain(known, attempt)

@@ -98,6 +98,6 @@ def test_the_answer_is_followed_as_it_is_written_and_the_job_cancelled_with_it(t
 
     pieces = list(answer_of_job(job, scheduler, sleep=sleep))
     assert [piece.text for piece in pieces if piece.text] == ["a b", "c"]
-    assert pieces[0] == Piece(note="job 1 is PENDING Priority")
+    assert pieces[0] == Piece(note="job 1 waits: other jobs come first (Priority)")
     assert scheduler.jobs["1"].state is JobState.CANCELLED
     assert not out.exists()
