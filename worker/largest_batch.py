@@ -124,19 +124,19 @@ def _available_bytes() -> int:
 def _fits(attached: Attached, size: int) -> bool:
     """Whether a forward and a backward pass over ``size`` samples find the memory, beside all that training keeps."""
     attached.heart.beat("finishing", attached.step)
-    model = attached.model
+    fits = True
     try:
         _pass_over(attached, size)
     except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
         if not is_out_of_memory(error):
             raise
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return True
+        fits = False
+    attached.model.zero_grad(set_to_none=True)
+    if not fits:
+        gc.collect()  # what the failed pass had made hangs together in circles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return fits
 
 
 def _pass_over(attached: Attached, size: int) -> None:
