@@ -40,7 +40,7 @@ exact: .venv/ready
 	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest \
 		tests/trainer_room/test_exact.py tests/trainer_room/test_whole_saves.py $(PYTEST_ARGS)
 
-# Two runs beside each other, two minutes each on two calm cores. What is left of a run that went wrong is in runs/chaos.
+# Two runs beside each other, two to three minutes each. Their journals and logs are in runs/chaos.
 chaos: .venv/ready slurm
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.whole_room.chaos --count $(or $(COUNT),12) $(if $(SEED),--seed $(SEED)) \
 		--keep runs/chaos

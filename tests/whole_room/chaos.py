@@ -9,48 +9,30 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import random
-import re
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from slurm.commands import SchedulerError
 from slurm.local_cluster.cluster import ClusterError, running
-from supervisor.journal import Continued, Finished, RolledBack, SegmentStarted, Submitted
+from supervisor.journal import Continued, SegmentStarted, Submitted
 from supervisor.run_state import ending_of
 from tests.whole_room import light, paced_train
-from tests.whole_room.house import EXPLODING, KILL, STOP, House, environment, furnish, send
+from tests.whole_room.chaos_faults import FAULTS, Fault
+from tests.whole_room.chaos_watch import STEPS, Watch, digests, wrong_with
+from tests.whole_room.house import EXPLODING, House, environment, furnish
 from tests.whole_room.survival import Site
 from worker.contract.loss_history import surviving
-from worker.contract.manifest import complete_checkpoints
-from worker.contract.run_dir import RunDir
 
-STEPS, EVERY, STEP_S, HANG_S = 400, 20, 0.1, 8.0
+EVERY, STEP_S, HANG_S = 20, 0.1, 8.0
 SHAPES = ((1, 1), (1, 2), (2, 1))
 """Nodes, and tasks on each."""
-GONE = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "COMPLETING")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault, before it happens."""
-
-    kind: str
-    settled: bool
-    """Whether it waits until the run trains again after the last one."""
-    wait_s: float
-    lasts_s: float
-    pick: float
-    """Which of several nodes or ranks, as a share of them."""
 
 
 @dataclass(frozen=True)
@@ -156,214 +138,6 @@ class Chaos:
             return self.site.cluster.node_states()[node].startswith("down")
         except SchedulerError:
             return False
-
-
-# -- faults: each is tried until it finds what it needs
-
-
-def kill_node(chaos: Chaos, fault: Fault) -> bool:
-    chaos.bring_node()
-    nodes = sorted(chaos.site.nodes_of(job["JobId"])) if (job := chaos.job("RUNNING")) else []
-    if nodes:
-        chaos.away = nodes[int(fault.pick * len(nodes))]
-        chaos.site.cluster.kill_slurmd(chaos.away)
-    return bool(nodes)
-
-
-def drain_node(chaos: Chaos, fault: Fault) -> bool:
-    """Drain it, end the job there, and let the node be used again after a while."""
-    job = chaos.job("RUNNING")
-    if not job or not chaos.ask("scontrol", "update", f"NodeName={job['BatchHost']}", "State=DRAIN", "Reason=kernel"):
-        return False
-    time.sleep(fault.lasts_s / 2)
-    chaos.ask("scontrol", "requeue", job["JobId"])
-    time.sleep(fault.lasts_s)
-    chaos.house.until(lambda: chaos.ask("scontrol", "update", f"NodeName={job['BatchHost']}", "State=RESUME"))
-    return True
-
-
-def preempt(chaos: Chaos, fault: Fault) -> bool:
-    job = chaos.job("RUNNING")
-    if job:
-        chaos.others.add(chaos.site.occupy("high", max(1, int(fault.lasts_s / 3)), nodelist=job["BatchHost"]))
-    return bool(job)
-
-
-def requeue(chaos: Chaos, fault: Fault) -> bool:
-    job = chaos.job("RUNNING")
-    return bool(job) and chaos.ask("scontrol", "requeue", job["JobId"])
-
-
-def kill_trainer(chaos: Chaos, fault: Fault) -> bool:
-    trainers = sorted(chaos.house.trainers())
-    if trainers:
-        send(trainers[int(fault.pick * len(trainers))], KILL)
-    return bool(trainers)
-
-
-def stop_trainer(chaos: Chaos, fault: Fault) -> bool:
-    trainers = sorted(chaos.house.trainers())
-    if trainers:
-        send(trainers[int(fault.pick * len(trainers))], STOP)
-    return bool(trainers)
-
-
-def kill_controller(chaos: Chaos, fault: Fault) -> bool:
-    chaos.site.cluster.kill_controller()
-    time.sleep(fault.lasts_s)
-    chaos.site.cluster.start_controller()
-    return True
-
-
-def freeze_controller(chaos: Chaos, fault: Fault) -> bool:
-    chaos.site.cluster.stop("slurmctld")
-    time.sleep(fault.lasts_s)
-    chaos.site.cluster.cont("slurmctld")
-    return True
-
-
-def suspend(chaos: Chaos, fault: Fault) -> bool:
-    job = chaos.job("RUNNING")
-    if not job or not chaos.ask("scontrol", "suspend", job["JobId"]):
-        return False
-    time.sleep(fault.lasts_s)
-    chaos.house.until(lambda: chaos.ask("scontrol", "resume", job["JobId"]) or not chaos.job("SUSPENDED"))
-    return True
-
-
-def reach_time_limit(chaos: Chaos, fault: Fault) -> bool:
-    """The end comes near: with its warning, or before that."""
-    job = chaos.job("RUNNING")
-    if not job or not chaos.ask("scontrol", "update", f"JobId={job['JobId']}", f"EndTime=now+{3 * fault.lasts_s:.0f}"):
-        return False
-    start = job["JobId"], job["Restarts"]
-    chaos.house.until(lambda: (now := chaos.job("RUNNING")) == {} or (now["JobId"], now["Restarts"]) != start)
-    return True
-
-
-def kill_accounting(chaos: Chaos, fault: Fault) -> bool:
-    chaos.site.cluster.kill_accounting()
-    time.sleep(fault.lasts_s)
-    chaos.site.cluster.start_accounting()
-    return True
-
-
-def kill_supervisor(chaos: Chaos, fault: Fault) -> bool:
-    """Killed, and started again at once, or only after the next fault."""
-    chaos.bring_supervisor()
-    chaos.house.started[-1].kill()
-    chaos.house.started[-1].wait()
-    chaos.has_supervisor = False
-    if fault.pick < 0.5:
-        time.sleep(fault.lasts_s / 5)
-        chaos.bring_supervisor()
-    return True
-
-
-FAULTS: dict[str, Callable[[Chaos, Fault], bool]] = {
-    "node killed": kill_node,
-    "node drained": drain_node,
-    "preempted": preempt,
-    "requeued": requeue,
-    "trainer killed": kill_trainer,
-    "trainer stopped": stop_trainer,
-    "controller killed": kill_controller,
-    "controller frozen": freeze_controller,
-    "job suspended": suspend,
-    "time limit": reach_time_limit,
-    "accounting killed": kill_accounting,
-    "supervisor killed": kill_supervisor,
-}
-
-
-# -- what must not happen
-
-
-@dataclass
-class Watch:
-    """Looks at the checkpoints and the queue of a run, again and again, and keeps what is wrong with them."""
-
-    chaos: Chaos
-    wrong: list[str] = field(default_factory=list)
-    _end: threading.Event = field(default_factory=threading.Event)
-
-    def __enter__(self) -> Watch:
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        newest = 0
-        while not self._end.wait(0.5):
-            run = self.chaos.house.run
-            published = run.checkpoint_steps() if run.checkpoints.exists() else []
-            whole = [manifest.step for manifest in complete_checkpoints(run)] if published else []
-            if torn := set(published) - set(whole):
-                self.wrong.append(f"checkpoints {sorted(torn)} are not whole")
-            if whole and whole[-1] < newest:
-                self.wrong.append(f"the newest checkpoint went from {newest} back to {whole[-1]}")
-            newest = max([newest, *whole])
-            if len(live := self._live_jobs()) > 1:
-                self.wrong.append(f"jobs {live} at once")
-
-    def _live_jobs(self) -> list[str]:
-        try:
-            lines = self.chaos.site.cluster.ask("squeue", "--me", "-h", "-o", "%A|%j|%T").splitlines()
-        except SchedulerError:
-            return []
-        jobs = [line.split("|") for line in lines]
-        return [f"{job} {state}" for job, name, state in jobs if name.startswith("hf-") and state not in GONE]
-
-
-def wrong_with(chaos: Chaos, weights: dict[str, str]) -> list[str]:
-    """What is wrong with a run that finished, by its files and by what Slurm's controller wrote down."""
-    house, wrong = chaos.house, []
-    if house.started[-1].returncode not in (0, -KILL):
-        wrong.append(f"its supervisor left with {house.started[-1].returncode}")
-    left = [path.name for path in house.run.path.rglob(".tmp-*")]
-    left += [path.name for path in house.run.staging.glob("*")]
-    if left:
-        wrong.append(f"{left} are left")
-    if not isinstance(ending_of(house.events), Finished):
-        return ["it did not finish"]
-    if house.those(RolledBack):
-        wrong.append("it rolled back")
-    steps = [record.step for record in surviving(house.records)]
-    if steps != list(range(1, STEPS + 1)):
-        wrong.append("the curve that survived has not every step once")
-    writers = [(record.attempt, record.restart) for record in house.records]
-    if writers != sorted(writers):
-        wrong.append("a start wrote that was superseded")
-    log = (chaos.site.cluster.folder / "log" / "slurmctld.log").read_text(errors="replace")
-    submitted = [job for job in re.findall(r"_slurm_rpc_submit_batch_job: JobId=(\d+)", log) if job not in chaos.others]
-    if sorted(submitted) != sorted(event.job_id for event in house.those(Submitted)):
-        wrong.append(f"Slurm was given jobs {submitted}, and the journal has others")
-    wrong += began_from_older(house)
-    if digests(house.run) != weights:
-        wrong.append("its weights are not those of the undisturbed run")
-    return wrong
-
-
-def began_from_older(house: House) -> list[str]:
-    """Segments that began before a checkpoint that was there when the segment before them ended."""
-    wrong = []
-    published = complete_checkpoints(house.run)
-    for last, first in pairwise(house.records):
-        if first.segment != last.segment:
-            newest = max((each.step for each in published if each.time <= last.time), default=0)
-            if first.step <= newest:
-                wrong.append(f"segment {first.segment} began at step {first.step}, and checkpoint-{newest} was there")
-    return wrong
-
-
-def digests(run: RunDir) -> dict[str, str]:
-    """The weights of the end, and their average, by name."""
-    files = sorted(run.final.rglob("*.safetensors"))
-    return {str(file.relative_to(run.final)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 # -- runs
