@@ -177,7 +177,7 @@ def _mend_of_memory(facts: Facts) -> str:
     return ", or ".join(way for way, is_open in ways if is_open)
 
 
-_ELSEWHERE: Final = "the run is for another machine, whose disk is not seen from here"
+_ELSEWHERE: Final = "the disk of the machine that it is for is not seen from here"
 
 
 def disk_rule(facts: Facts) -> Iterator[Remark]:

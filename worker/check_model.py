@@ -2,12 +2,15 @@
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from worker.activations import Saved, as_they_are, saved_by, shapes_only
 from worker.contract.check_report import Found, ModelLook
@@ -34,6 +37,7 @@ _SPECIAL = (
     "architectures",
     "transformers_version",
 )
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 _SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
@@ -57,8 +61,7 @@ def look_at_model(config: Config, tokenizer: Any, base: Path) -> tuple[ModelLook
         described = _described(config, folder)
         found += _lengths(config, described)
         with shapes_only():
-            model = _built(config, described)
-            measured = _measured(config, model, tokenizer, found)
+            measured = _measured(config, described, tokenizer, found)
         return measured, found + _packing(config, described)
     except (ModelError, LoraError) as error:
         mend = "correct it in the model's config.json" if config.model.path else "correct model.config"
@@ -67,6 +70,9 @@ def look_at_model(config: Config, tokenizer: Any, base: Path) -> tuple[ModelLook
 
 def _arguments(config: Config) -> list[Found]:
     """What TrainingArguments say to ``training``; what they say of missing hardware or packages is not counted."""
+    wrong = [*_wrong_types(config.training.extra), *_trackers(config)]
+    if wrong:
+        return wrong
     try:
         TrainingArguments(**training_fields(RunDir(Path("run")), config, config.training.max_steps or 1))
     except RefusedError as error:
@@ -79,6 +85,34 @@ def _arguments(config: Config) -> list[Found]:
             ]
         return [Found(level="error", key="training.extra", message=f"{said:.300}", mend="correct that field")]
     return []
+
+
+def _wrong_types(extra: Mapping[str, Any]) -> Iterator[Found]:
+    """Switches and numbers of another type, which TrainingArguments take without a word: "false" is true."""
+    hints = get_type_hints(TrainingArguments)
+    for name, value in extra.items():
+        kinds = set(get_args(hints[name]) or (hints[name],))
+        allowed = kinds | ({int} if float in kinds else set())
+        if kinds <= {bool, int, float, NoneType} and type(value) not in allowed:
+            words = " or ".join(_WORDS[kind] for kind in _WORDS if kind in kinds)
+            message = f"{value!r:.60} is not {words}"
+            yield Found(level="error", key=f"training.extra.{name}", message=message, mend=f"write {words}")
+
+
+def _trackers(config: Config) -> Iterator[Found]:
+    """Trackers that nobody knows, and those whose package is missing where the worker has this environment."""
+    available = get_available_reporting_integrations()  # type: ignore[no-untyped-call]
+    for name in config.training.report_to:
+        if name in available or name in ("none", "all"):
+            continue
+        key, is_known = "training.report_to", name in INTEGRATION_TO_CALLBACK
+        if is_known and (config.cluster.python or config.cluster.container):
+            yield Found(level="not checked", key=key, message=f"whether {name} is installed there")
+        elif is_known:
+            yield Found(level="error", key=key, message=f"{name} is not installed", mend=f"pip install {name}")
+        else:
+            mend = f"choose of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            yield Found(level="error", key=key, message=f"{name} is no tracker of the Trainer", mend=mend)
 
 
 def _files(folder: Path) -> list[Found]:
@@ -122,10 +156,10 @@ def _is_sharded(config: Config) -> bool:
     return bool(config.training.extra.get("fsdp") or config.training.extra.get("deepspeed"))
 
 
-def _built(config: Config, described: PreTrainedConfig) -> PreTrainedModel:
+def _built(config: Config, described: PreTrainedConfig, *, all_half: bool) -> PreTrainedModel:
     attention = "sdpa" if config.model.attention == "flash_attention_2" else config.model.attention
     half = _SIXTEEN_BITS[config.training.precision]
-    dtype = half if half is not None and _is_sharded(config) else getattr(torch, config.model.dtype)
+    dtype = half if half is not None and all_half else getattr(torch, config.model.dtype)
     if hasattr(described, "quantization_config"):
         del described.quantization_config  # its layers want a GPU; their shapes are those of the plain ones
     key = f"model.path: {config.model.path}" if config.model.path else "model.config"
@@ -133,7 +167,8 @@ def _built(config: Config, described: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation=attention)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _measured(config: Config, model: Any, tokenizer: Any, found: list[Found]) -> ModelLook:
+def _measured(config: Config, described: PreTrainedConfig, tokenizer: Any, found: list[Found]) -> ModelLook:
+    model: Any = _built(config, described, all_half=_is_sharded(config))
     found += _vocabulary(config, model, tokenizer)
     if config.model.lora is not None:
         with as_they_are():
@@ -141,21 +176,23 @@ def _measured(config: Config, model: Any, tokenizer: Any, found: list[Found]) ->
     try:
         build_optimizer(model, config.training)
     except RefusedError as error:
-        found.append(found_of(error))
+        found.append(found_of(error, "correct training.optimizer"))
     parameters = {one.untyped_storage()._cdata: one for one in model.parameters()}.values()
     return ModelLook(
         parameters=sum(one.numel() for one in parameters),
         trained=sum(one.numel() for one in parameters if one.requires_grad),
-        activations=_activations(config, model, found),
+        activations=_activations(config, described, model, found),
     )
 
 
 def _packing(config: Config, described: PreTrainedConfig) -> list[Found]:
-    """Whether packed documents would see each other, asked of one layer of the model with a tiny vocabulary."""
+    """Whether packed documents would see each other, asked of one layer of each kind, with a tiny vocabulary."""
     if not config.data.pack or config.model.attention == "flash_attention_2":
         return []  # that takes documents apart by their positions itself, and runs on no CPU
-    small = {"num_hidden_layers": 1, "vocab_size": 8, "layer_types": None}
     fields = {name: value for name, value in described.to_dict().items() if name not in _SPECIAL}
+    kinds = list(dict.fromkeys(fields.get("layer_types") or [""]))
+    small: dict[str, Any] = {"num_hidden_layers": len(kinds), "vocab_size": 8}
+    small |= {"layer_types": kinds} if fields.get("layer_types") else {}
     not_asked = Found(level="not checked", key="data.pack", message="whether packed documents see each other")
     try:
         with shapes_only():
@@ -163,7 +200,7 @@ def _packing(config: Config, described: PreTrainedConfig) -> list[Found]:
         if size > _LARGEST_LAYER:
             return [not_asked]
         is_apart = isolates_documents(_of_fields({**fields, **small}, config))
-    except (*LIBRARY_ERRORS, StrictDataclassError):
+    except (*LIBRARY_ERRORS, StrictDataclassError, AttributeError):
         return [not_asked]
     if is_apart:
         return []
@@ -188,14 +225,13 @@ def _vocabulary(config: Config, model: PreTrainedModel, tokenizer: Any) -> list[
     return [Found(level="error", key=key, message=message, mend=mend)]
 
 
-def _activations(config: Config, model: Any, found: list[Found]) -> int | None:
+def _activations(config: Config, described: PreTrainedConfig, model: Any, found: list[Found]) -> int | None:
     training, key = config.training, "model.config" if config.model.config is not None else "model.path"
     shape = (training.batch_size, config.data.max_tokens)
     ids = torch.zeros(shape, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
-    half = None if _is_sharded(config) else _SIXTEEN_BITS[training.precision]
     try:
-        saved = saved_by(model, batch, half)
+        saved = _followed(config, described, model, batch)
     except LIBRARY_ERRORS as error:
         said = " ".join(str(error).split())
         if isinstance(error, RuntimeError) and _A_WRONG_SHAPE.search(said):
@@ -206,6 +242,14 @@ def _activations(config: Config, model: Any, found: list[Found]) -> int | None:
             found.append(Found(level="not checked", key=key, message=why))
         return None
     return saved.total(_recomputed(config)) + _gathered(config, model, saved)
+
+
+def _followed(config: Config, described: PreTrainedConfig, model: Any, batch: dict[str, torch.Tensor]) -> Saved:
+    """What a forward pass leaves; of experts, whose products the CPU has in 16 bits only, in 16 bits throughout."""
+    half = None if _is_sharded(config) else _SIXTEEN_BITS[config.training.precision]
+    if half is not None and config.model.lora is None and any("expert" in name for name in described.to_dict()):
+        return saved_by(_built(config, described, all_half=True), batch, None)
+    return saved_by(model, batch, half)
 
 
 def _recomputed(config: Config) -> int | None:

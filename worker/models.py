@@ -25,7 +25,7 @@ from worker.contract.config import Config
 from worker.contract.recipe_config import ModelConfig
 from worker.lora import LoraError, with_adapters
 
-LIBRARY_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError)
+LIBRARY_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError, ArithmeticError)
 _FILE_ERRORS = (StrictDataclassError, SafetensorError)
 
 

@@ -14,6 +14,7 @@ from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
 from worker import check_data, documents
 from worker.activations import saved_by, shapes_only
 from worker.check import look
+from worker.check_model import look_at_model
 from worker.contract.check_report import CheckReport, Found
 from worker.contract.config import Config
 from worker.contract.recipe_config import EmaConfig
@@ -112,6 +113,64 @@ def test_what_a_worker_would_refuse_is_an_error_with_its_mend(folder: Path, kind
     assert error.key == key
     assert message in error.message
     assert mend in error.mend
+
+
+@pytest.mark.parametrize(
+    ("training", "key", "message", "mend"),
+    [
+        (
+            {"extra": {"full_determinism": "false"}},
+            "training.extra.full_determinism",
+            "'false' is not",
+            "true or false",
+        ),
+        (
+            {"extra": {"label_smoothing_factor": "x"}},
+            "training.extra.label_smoothing_factor",
+            "not a number",
+            "a number",
+        ),
+        ({"extra": {"fsdp": "rubbish"}}, "training.extra", "Unknown `fsdp` option", "correct that field"),
+        ({"report_to": ["nope"]}, "training.report_to", "nope is no tracker", "choose of"),
+        (
+            {"optimizer": {"args": {"bogus": 1}, "learning_rate": 1e-3}},
+            "training.optimizer",
+            "bogus",
+            "training.optimizer",
+        ),
+        (
+            {"optimizer": {"name": "no.where:It", "learning_rate": 1.0}},
+            "training.optimizer.name",
+            "needs",
+            "install it",
+        ),
+    ],
+)
+def test_what_the_trainer_would_refuse_or_take_amiss_is_an_error(
+    folder: Path, training: dict[str, Any], key: str, message: str, mend: str
+) -> None:
+    _, errors = look_at_model(configured(training={"max_steps": 5, **training}), None, folder)
+    (error,) = [one for one in errors if one.level == "error"]
+    assert error.key == key
+    assert message in error.message
+    assert mend in error.mend
+
+
+def test_what_only_a_gpu_can_tell_is_not_checked(folder: Path) -> None:
+    _, (said,) = look_at_model(configured(training={"max_steps": 5, "extra": {"tf32": True}}), None, folder)
+    assert (said.level, said.key) == ("not checked", "training.extra")
+
+
+def test_experts_and_layers_of_several_kinds_are_followed(folder: Path) -> None:
+    for kind in ({"model_type": "mixtral"}, {"model_type": "gemma3_text", "head_dim": 8, "num_hidden_layers": 7}):
+        look_at, found_there = look_at_model(
+            configured(model={"config": {**LLAMA, "num_key_value_heads": 4, **kind}}, data={"max_tokens": 64}),
+            None,
+            folder,
+        )
+        assert found_there == []
+        assert look_at is not None
+        assert (look_at.activations or 0) > 100_000
 
 
 ODD = {
