@@ -149,7 +149,7 @@ def test_files_that_cannot_be_read(folder: Path, findings: Findings) -> None:
     (folder / "latin.yaml").write_bytes("run: {name: ä}\n".encode("latin-1"))
     assert findings(name="latin.yaml")[0].mend == "save it as UTF-8"
     assert "No such file" in findings(name="none.yaml")[0].message
-    assert "directory" in findings(name=str(folder))[0].message
+    assert "is a folder" in findings(name=str(folder))[0].message
 
 
 def test_a_finding_is_one_line_whatever_the_value_holds(findings: Findings) -> None:
