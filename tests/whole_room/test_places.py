@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from slurm.local_cluster.configuration import missing_packages
-from supervisor.journal import Cancelled, Finished, Stopped, StopRequested, SubmitFailed, Submitted, SupervisorStarted
+from supervisor.journal import (
+    Cancelled,
+    Finished,
+    Preempted,
+    Stopped,
+    StopRequested,
+    SubmitFailed,
+    Submitted,
+    SupervisorStarted,
+)
 from supervisor.lease import read_holder
 from tests.conftest import need
 from tests.waiting import eventually
@@ -90,6 +99,7 @@ def one_job(site: Site) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
     site.cluster.ask("sacctmgr", "--immediate", "modify", "user", user, "set", f"qos+={site.name}")
     house = embedded(site, cluster={"qos": site.name}, training={"max_steps": 500})
+    house.until(lambda: (holder := read_holder(house.run)) is not None and holder.job_id is not None)
     refused = house.higgsfield("submit", "tiny.yaml")
     assert (refused.returncode, "holds this run" in refused.stderr) == (5, True), refused.stderr
     again = house.waits_for(Submitted, 2)
@@ -124,6 +134,35 @@ def next_job(site: Site) -> None:
     eventually(lambda: site.shown(second)["JobState"] == "COMPLETED")
     assert [record.step for record in house.records] == list(range(1, len(house.records) + 1))
     house.leaves_nothing()
+
+
+def embedded_preempted(site: Site) -> None:
+    """The supervisor goes with the worker, and comes back with it, in the same job."""
+    house = embedded(site, cluster={"time_limit": "00:30:00"}, training={"max_steps": 300})
+    house.waits_for_step(20)
+    job = site.job(house)
+    site.occupy(seconds=3)
+    hurry(site, job)
+    ends_whole(house)
+    assert jobs_of(house) == [job]
+    assert causes(house) == ["first"]
+    assert len(house.those(Preempted)) == 1
+    assert [record.step for record in house.records] == list(range(1, 301))
+
+
+def embedded_node(site: Site) -> None:
+    """The node is lost, supervisor and trainer there live on: both leave once the job runs elsewhere."""
+    house = embedded(site, cluster={"time_limit": "00:30:00"}, training={"max_steps": 900})
+    house.waits_for_step(20)
+    job, old = site.job(house), house.processes()
+    site.cluster.kill_slurmd(site.node_of(house))
+    hurry(site, job)
+    house.until(lambda: house.records[-1].restart == 1)
+    eventually(lambda: not set(old) & set(house.processes()), 40)
+    ends_whole(house)
+    assert jobs_of(house) == [job]
+    writers = [record.restart for record in house.records]
+    assert writers == sorted(writers)
 
 
 def dies(house: House, where: str) -> None:
@@ -170,7 +209,7 @@ def killed_while_it_cancels(site: Site) -> None:
 
 
 SCENARIOS: dict[Scenario, int] = {own_limit: 2, own_node: 3, one_job: 1, next_job: 1}
-SCENARIOS |= {killed_while_it_submits: 1, killed_while_it_cancels: 1}
+SCENARIOS |= {embedded_preempted: 1, embedded_node: 2, killed_while_it_submits: 1, killed_while_it_cancels: 1}
 """With the number of nodes that each needs."""
 
 
