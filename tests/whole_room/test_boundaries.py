@@ -22,7 +22,7 @@ from slurm.entry import tasks_over
 from slurm.job import JobState, Node, Reservation
 from slurm.scheduler import Scheduler
 from supervisor import actions, watch
-from supervisor.decision import ChangeJob, Decision
+from supervisor.decision import ChangeJob, Decision, Wait
 from supervisor.journal import ResumeRequested, StopRequested, SubmitIntended
 from supervisor.lease import NO_JOB, OwnJob
 from supervisor.requests import Request
@@ -52,6 +52,11 @@ class Mortal(Stage):
         super().__init__(folder / "runs", checkpoint=checkpoint, **sections)
         self.scheduler = KeptScheduler(folder / "scheduler.pickle")
         self.start_supervisor()
+
+    def look(self) -> Decision:
+        """One pass, unless this supervisor has left its job to the next one."""
+        has_left = self.own is not NO_JOB and self.watched.run.has_next_job
+        return Wait("the next job goes on") if has_left else super().look()
 
     def settle_until_killed(self, effect: int) -> str | None:
         """Let a supervisor settle that is killed before this effect; which one it was, None where it got through."""
