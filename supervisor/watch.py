@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from slurm.job import JobState
+from slurm.job import JobState, JobStatus
 from slurm.scheduler import SchedulerError
 from supervisor.actions import SupervisedRun, carry_out, finish_open_intent, publish_pins
 from supervisor.attempts import Rules, rules_of
@@ -14,6 +14,7 @@ from supervisor.decision import Decision, Wait
 from supervisor.hangs import hang_news
 from supervisor.job_looks import JobLooks
 from supervisor.journal import LookFailed, LookRecovered, RollbackRequested
+from supervisor.lease import LostError, OwnJob
 from supervisor.observation import Observation, Observer, news
 from supervisor.policy import decide
 from supervisor.requests import clear_request, request_news
@@ -106,10 +107,12 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
     job = looks.found.get(job_id) if job_id is not None else None
     if job is not None and job.name != run.state.job_name:
         job = None  # a controller that lost its memory gives an id out again
-    if job is not None and job.state is JobState.RUNNING and run.own.has_lost_its_worker(job_id):
-        job = replace(job, state=JobState.COMPLETED)  # it is there for this supervisor's sake alone
+    nodes = looks.nodes
+    if job is not None and run.own.is_workers(job_id) and not run.has_next_job:
+        job = _from_within(run.own, job)
+        nodes = {name: node for name, node in nodes.items() if not node.is_down}  # Slurm itself puts the job back
     seen = watched.observer.look(run.state, run.clock(), job, looks.error)
-    seen = replace(seen, nodes=looks.nodes, reservations=looks.reservations)
+    seen = replace(seen, nodes=nodes, reservations=looks.reservations)
     if run.state.is_over:
         return _hear(watched, seen), seen
     _note_silence(run, seen)
@@ -121,6 +124,17 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
         run.record(strike)
     _clear_request(watched, seen)
     return decide(run.state, seen, watched.rules), seen
+
+
+def _from_within(own: OwnJob, job: JobStatus) -> JobStatus:
+    """The job that this supervisor shares with the worker: it is over with the worker's tasks.
+
+    LostError where Slurm has given this start of it up, with its node, on which this process may live on.
+    """
+    if job.restarts > own.restart or job.state in (JobState.PENDING, JobState.REQUEUED):
+        raise LostError(f"job {job.job_id} was put back into the queue")
+    is_over = job.state is JobState.RUNNING and own.has_lost_its_worker(job.job_id)
+    return replace(job, state=JobState.COMPLETED) if is_over else job
 
 
 def _hear(watched: Watched, seen: Observation) -> Decision:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from slurm.job import JobRequest
+from slurm.job import JobRequest, JobState, Node
 from slurm.scheduler import SchedulerError
 from supervisor import place
 from supervisor.job_request import supervisor_request
-from supervisor.lease import OwnJob
+from supervisor.lease import LostError, OwnJob
 from supervisor.place import JobSignals, queue_next
 from tests.fakes import FakeScheduler
-from tests.supervisor_room.stage import config
+from tests.supervisor_room.stage import Stage, config
 from worker.contract.run_dir import RunDir
 
 NOT_ALLOWED = "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
@@ -92,3 +92,21 @@ def test_a_job_that_is_preempted_stays_until_it_is_killed_and_a_cancelled_one_le
         monkeypatch.setattr(place.requeue, "main", lambda argv, answer=answer: answer)
         place._make_room(OwnJob("1"))
     assert stayed == [600.0]
+
+
+def test_an_embedded_supervisor_leaves_a_job_that_slurm_has_put_back(tmp_path: Path) -> None:
+    """On a node that is lost it lives on, and must not end what begins elsewhere."""
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.own = OwnJob(stage.job_id, 0, tmp_path / "tasks-over")
+    stage.start_supervisor()
+    stage.scheduler.node_states = {"n1": Node("n1", "down", "Not responding")}
+    stage.settle()
+    before = stage.names
+    stage.scheduler.set_state(stage.job_id, JobState.PENDING, why="BeginTime", restarts=1)
+    with pytest.raises(LostError):
+        stage.settle()
+    assert stage.names == before
+    assert stage.submissions == 1
+    assert ("cancel", "1.0") not in stage.scheduler.calls
