@@ -164,8 +164,8 @@ def make_runs(folder: Path, count: int) -> list[RunDir]:
     return made
 
 
-def measure(count: int, seconds: float) -> dict[str, float]:
-    """Figures of one supervisor over `count` runs for so many seconds."""
+def measure(count: int, seconds: float, settle_s: float) -> dict[str, float]:
+    """Figures of one supervisor over `count` runs for so many seconds, after as many as `settle_s` of quiet work."""
     with tempfile.TemporaryDirectory() as name:
         runs = make_runs(Path(name), count)
         what = str(runs[0].path) if count == 1 else name
@@ -176,7 +176,7 @@ def measure(count: int, seconds: float) -> dict[str, float]:
         try:
             workers = [SimulatedWorker(run) for run in runs]
             _begin_all(workers)
-            time.sleep(15.0)  # everything is seen, and the calls for the beginning are over
+            _work(workers, settle_s)  # everything is seen, and the calls for the beginning are over
             return _watch(child, workers, seconds)
         finally:
             child.kill()
@@ -204,7 +204,6 @@ def _ask(child: subprocess.Popen[str]) -> dict[str, float]:
 
 
 def _watch(child: subprocess.Popen[str], workers: list[SimulatedWorker], seconds: float) -> dict[str, float]:
-    _work(workers, 2 * STEP_S)
     before = _ask(child)
     _work(workers, seconds)
     after = _ask(child)
@@ -278,13 +277,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 100, 1000])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--settle", type=float, default=50.0, help="seconds of quiet work before the figures count")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
         return supervise_here(args.child)
     print("| runs | memory | CPU, of a core | calls of Slurm a minute | record to decision |\n|---|---|---|---|---|")
     for count in args.runs:
-        found = measure(count, args.seconds)
+        found = measure(count, args.seconds, args.settle)
         memory, cpu = f"{found['memory_mib']:.0f} MiB", f"{found['cpu_percent']:.2f} %"
         if count in WANTED:
             memory, cpu = f"{memory} (wanted {WANTED[count][0]})", f"{cpu} (wanted {WANTED[count][1]})"

@@ -13,7 +13,7 @@ from typing import Final, TextIO, cast
 
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.decision import Decision, Wait
-from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
+from supervisor.job_looks import BUSY_LOOK_S, JobLooks
 from supervisor.lease import (
     BEAT_EVERY_S,
     DEAD_AFTER_S,
@@ -36,6 +36,9 @@ from worker.contract.run_dir import RunDir
 
 SEEN_WITHIN_S: Final = 2.0
 """From a file's change to the pass that sees it, where passes are quick and the disk is local."""
+QUIET_LOOK_S: Final = 40.0
+NODES_LOOK_S: Final = 120.0
+"""Between looks at the jobs and at their nodes while all runs train: two calls a minute, whatever their number."""
 AGAIN_AFTER_S: Final = 60.0
 """When a run that was put aside is tried again, changed or not."""
 _WAITING_S: Final = 1.0
@@ -285,7 +288,7 @@ class Fleet:
         if isinstance(scheduler, LocalScheduler):
             return JobLooks(scheduler, quiet_s=0.0, busy_s=0.0)
         sparing = cast(Scheduler, SparingScheduler(scheduler))
-        self._cluster = JobLooks(sparing, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S, fresh_s=BUSY_LOOK_S)
+        self._cluster = JobLooks(sparing, QUIET_LOOK_S, BUSY_LOOK_S, fresh_s=BUSY_LOOK_S, nodes_s=NODES_LOOK_S)
         return self._cluster
 
     def _beat_in_between(self) -> None:

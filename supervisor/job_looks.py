@@ -25,13 +25,16 @@ LONGEST_SILENCE_S: Final = 60.0
 class JobLooks:
     """Job statuses of all runs, asked for with one query, as seldom as the runs allow."""
 
-    def __init__(self, scheduler: Scheduler, quiet_s: float, busy_s: float, fresh_s: float = 0.0) -> None:
-        """``fresh_s``: how old an answer may be to be acted upon."""
+    def __init__(
+        self, scheduler: Scheduler, quiet_s: float, busy_s: float, fresh_s: float = 0.0, nodes_s: float = 0.0
+    ) -> None:
+        """``fresh_s``: how old an answer may be to be acted upon; ``nodes_s``: one about nodes, in quiet times."""
         self.scheduler = scheduler
         self._quiet_s = quiet_s
         self._busy_s = busy_s
         self._fresh_s = fresh_s
-        self._looked_at = float("-inf")
+        self._nodes_s = nodes_s
+        self._looked_at = self._nodes_at = float("-inf")
         self._silences = 0
         self.asked: frozenset[str] = frozenset()
         self.found: Mapping[str, JobStatus] = {}
@@ -45,7 +48,8 @@ class JobLooks:
         """Look again when the last look is old enough for what is going on; less often the longer nobody answers."""
         due_s = min((self._due_s(run) for run in runs), default=self._quiet_s)
         if self._is_older_than(due_s):
-            self.look(runs)
+            are_nodes_old = time.monotonic() - self._nodes_at >= self._nodes_s
+            self.look(runs, with_nodes=due_s < self._quiet_s or are_nodes_old)
 
     def _due_s(self, run: SupervisedRun) -> float:
         """Between looks for this run: the longer a job waits in the queue, the less often it is asked about."""
@@ -65,18 +69,22 @@ class JobLooks:
         if self._is_older_than(self._fresh_s):
             self.look(list(runs))
 
-    def look(self, runs: Sequence[SupervisedRun]) -> None:
-        """Ask the scheduler now."""
+    def look(self, runs: Sequence[SupervisedRun], *, with_nodes: bool = True) -> None:
+        """Ask the scheduler now; without the nodes, what was known of them stays."""
         ids = [run.state.job_id for run in runs if run.state.job_id is not None]
         self.found, self.error = look_up(self.scheduler, ids)
         self._silences = 0 if self.error is None else self._silences + 1
-        self.nodes, self.reservations = {}, ()
+        self.asked = frozenset(ids)
+        if with_nodes or self.error is not None:
+            self._look_at_nodes(runs)
+        self._looked_at = time.monotonic()
+
+    def _look_at_nodes(self, runs: Sequence[SupervisedRun]) -> None:
+        self.nodes, self.reservations, self._nodes_at = {}, (), time.monotonic()
         with suppress(SchedulerError):  # They are a bonus: without them nothing is taken for lost.
             self.nodes = self.scheduler.nodes(self._node_names(runs))
             if any(_may_be_reserved_away(run, self.found) for run in runs):
                 self.reservations = self.scheduler.reservations()
-        self.asked = frozenset(ids)
-        self._looked_at = time.monotonic()
 
     def _node_names(self, runs: Iterable[SupervisedRun]) -> set[str]:
         if self.error is not None:

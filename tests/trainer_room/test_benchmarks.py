@@ -41,3 +41,12 @@ def test_the_benchmark_of_saves_and_resumes_runs_to_its_end() -> None:
     assert [row[-4] for row in rows[:4]] == ["3", "3", "60", "60"]
     assert all(float(figure) > 0 for row in rows[:4] for figure in row[-3:])
     assert [row[-5:-2] for row in rows[4:]] == [["60", "/", "3"]] * 2
+
+
+def test_the_benchmark_of_the_supervisor_runs_to_its_end() -> None:
+    argv = [sys.executable, "-m", "benchmarks.supervisor", "--runs", "1", "3", "--seconds", "1", "--settle", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["1", "3"]
+    assert all(float(cell.split()[0]) >= 0 for row in rows for cell in row)
