@@ -10,7 +10,7 @@ help:
 	@echo "make test   all tests, the ones on a real Slurm too"
 	@echo "make exact  every combination of what must survive an interruption to the bit (SEED=n draws other moments)"
 	@echo "make chaos  training runs under faults at random times on a real Slurm (SEED=n, COUNT=n faults, four a run)"
-	@echo "make bench-long  trains fifty tiny runs and scores the detector and the rules of other tools on them"
+	@echo "make bench-long  fifty tiny runs that the detector is scored on, and thirty that fail without it or with it"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 
 # `pip install torch` alone would bring several GB of CUDA; the constraints file pins what is tested.
@@ -49,10 +49,12 @@ chaos: .venv/ready slurm
 pictures: .venv/ready views
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.pictures
 
-# Half an hour: trains the runs of docs/detector.md anew, with other seeds where SHIFT=n says so, and scores all rules.
+# An hour: trains the runs of docs/detector.md anew, with other seeds where SHIFT=n says so, and scores all rules; then
+# the runs that fail of docs/benchmarks.md.
 bench-long: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.curves runs/curves.jsonl.gz --shift $(or $(SHIFT),0)
 	$(BIN)/python -m benchmarks.detectors --recorded runs/curves.jsonl.gz
+	$(BIN)/python -m benchmarks.stability
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .

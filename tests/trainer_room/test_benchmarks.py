@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from benchmarks import stability
 
 pytestmark = pytest.mark.training
 
@@ -50,3 +53,20 @@ def test_the_benchmark_of_the_supervisor_runs_to_its_end() -> None:
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
     assert [row[0].strip() for row in rows] == ["1", "3"]
     assert all(float(cell.split()[0]) >= 0 for row in rows for cell in row)
+
+
+def test_the_benchmark_of_stability_runs_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = ["--only", stability.GUARDED, "--only", stability.OURS]
+    monkeypatch.setattr(sys, "argv", ["", "--tiny", "--seeds", "1", "--cause", stability.HOT_RATE, *two])
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    threads = torch.get_num_threads()
+    stability.main()
+    torch.set_num_threads(threads)
+    table = capsys.readouterr().out
+    assert "python -m benchmarks.stability --tiny --seeds 1 --cause 'hot rate' --only " in table
+    guarded, ours = (line.split(" | ") for line in table.splitlines()[-2:])
+    assert guarded[1] == stability.GUARDED
+    assert (ours[1], ours[2], ours[-1]) == (stability.OURS, "1 of 1", "0 |")
