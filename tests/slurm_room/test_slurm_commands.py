@@ -216,7 +216,7 @@ def test_the_batch_text() -> None:
         """output='/runs/it'"'"'s x/jobs/%j_0_log.out'""",
         """error='/runs/it'"'"'s x/jobs/%j_0_log.err'""",
     }
-    order = [lines.index(line) for line in ("export A='b $c'", "module load cuda", "export PYTHONSAFEPATH=1")]
+    order = [lines.index(line) for line in (its_own, "module load cuda", "export PYTHONSAFEPATH=1")]
     assert order == sorted(order)
     its = """'/runs/it'"'"'s x/jobs/'"${SLURM_JOB_ID}_submitted.pkl\""""
     assert f"""[ -e {its} ] || cp '/runs/it'"'"'s x/jobs/hf-00112233.pkl' {its}""" in lines

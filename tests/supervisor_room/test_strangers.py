@@ -196,3 +196,35 @@ def test_folders_with_odd_names_work_or_are_refused_in_one_line(tmp_path: Path, 
     assert "through" in done.stdout, done.stderr
     assert not (tmp_path / "mark").exists()
     assert find_run("r", tmp_path / name).path == run.path
+
+
+def test_secrets_are_in_no_log_report_or_batch_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hunter2-never-shown"
+    stage = Stage(tmp_path, cluster={"environment": {"API_KEY": secret}})
+    stage.settle()
+    stage.start_job()
+    stage.train(20)
+    stage.settle()
+    folder = str(stage.run_dir.path)
+    for verb in (["status", folder, "--json"], ["log", folder], ["log", folder, "--json"], ["report", folder]):
+        assert main(verb) == 0
+    job = stage.scheduler.requests[stage.job_id]
+    assert secret in job.resources.environment.values()
+    shown = (
+        capsys.readouterr().out
+        + sbatch_text(job)
+        + stage.run_dir.report.read_text()
+        + stage.run_dir.journal.read_text()
+    )
+    assert secret not in shown
+
+
+def test_the_job_gets_its_environment_from_a_file_of_ones_own(tmp_path: Path) -> None:
+    job = request(tmp_path / "jobs", environment={"API_KEY": "it's `x` $y"})
+    make_private(job.folder)
+    submission._publish_environment(job)
+    (file,) = job.folder.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    script = "\n".join(line for line in sbatch_text(job).splitlines() if not line.startswith("srun"))
+    done = subprocess.run(["bash", "-c", script + "\nprintenv API_KEY"], capture_output=True, text=True, check=False)
+    assert done.stdout == "it's `x` $y\n"
