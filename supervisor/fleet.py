@@ -55,11 +55,12 @@ def supervise_all(runs: Path, out: TextIO, is_told_to_leave: Callable[[], bool])
     least_s = seconds_between_passes(own.run_dir)
     try:
         while not is_told_to_leave():
-            begun = time.monotonic()
+            begun, worked = time.monotonic(), time.process_time()
             own.beat()
             fleet.take_up()
             has_more = fleet.tend()
-            time.sleep(least_s if has_more else _pause_s(time.monotonic() - begun, least_s))
+            taken_s, cpu_s = time.monotonic() - begun, time.process_time() - worked
+            time.sleep(least_s if has_more else _pause_s(taken_s, cpu_s, least_s))
     finally:
         fleet.leave()
         own.give_up()
@@ -99,9 +100,12 @@ def _folder(runs: Path) -> RunDir:
     return RunDir(runs.resolve())
 
 
-def _pause_s(pass_s: float, least_s: float) -> float:
-    """A tenth of the time at most goes into passes, as far as what happens is still seen in time."""
-    return max(least_s, min(10.0 * pass_s, SEEN_WITHIN_S - pass_s))
+def _pause_s(pass_s: float, cpu_s: float, least_s: float) -> float:
+    """A tenth of a core at most goes into passes, as far as what happens is still seen in time.
+
+    What changes just after its turn waits for the rest of this pass, the pause, and as much of the next one.
+    """
+    return max(least_s, min(10.0 * cpu_s, SEEN_WITHIN_S - 2.0 * pass_s))
 
 
 @dataclass

@@ -216,6 +216,7 @@ def test_the_batch_text() -> None:
         """output='/runs/it'"'"'s x/jobs/%j_0_log.out'""",
         """error='/runs/it'"'"'s x/jobs/%j_0_log.err'""",
     }
+    its_own = """. '/runs/it'"'"'s x/jobs/hf-00112233.env'"""
     order = [lines.index(line) for line in (its_own, "module load cuda", "export PYTHONSAFEPATH=1")]
     assert order == sorted(order)
     its = """'/runs/it'"'"'s x/jobs/'"${SLURM_JOB_ID}_submitted.pkl\""""
