@@ -150,6 +150,21 @@ def embedded_preempted(site: Site) -> None:
     assert [record.step for record in house.records] == list(range(1, 301))
 
 
+def embedded_node(site: Site) -> None:
+    """The node is lost, supervisor and trainer there live on: both leave once the job runs elsewhere."""
+    house = embedded(site, cluster={"time_limit": "00:30:00"}, training={"max_steps": 900})
+    house.waits_for_step(20)
+    job, old = site.job(house), house.processes()
+    site.cluster.kill_slurmd(site.node_of(house))
+    hurry(site, job)
+    house.until(lambda: house.records[-1].restart == 1)
+    eventually(lambda: not set(old) & set(house.processes()), 40)
+    ends_whole(house)
+    assert jobs_of(house) == [job]
+    writers = [record.restart for record in house.records]
+    assert writers == sorted(writers)
+
+
 def dies(house: House, where: str) -> None:
     """A supervisor is killed with SIGKILL there."""
     died = house.higgsfield("run", "tiny.yaml", **{DIE: where})
@@ -194,7 +209,7 @@ def killed_while_it_cancels(site: Site) -> None:
 
 
 SCENARIOS: dict[Scenario, int] = {own_limit: 2, own_node: 3, one_job: 1, next_job: 1}
-SCENARIOS |= {embedded_preempted: 1, killed_while_it_submits: 1, killed_while_it_cancels: 1}
+SCENARIOS |= {embedded_preempted: 1, embedded_node: 2, killed_while_it_submits: 1, killed_while_it_cancels: 1}
 """With the number of nodes that each needs."""
 
 
