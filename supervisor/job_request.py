@@ -4,10 +4,10 @@ import math
 from collections.abc import Collection
 from typing import Final
 
-from slurm.job import JobRequest, Resources
+from slurm.job import JobRequest, RequestError, Resources
 from slurm.parsing import duration_s
 from worker.contract.cluster_config import ClusterConfig
-from worker.contract.config import Config
+from worker.contract.config import HIDDEN, PRIVATE, Config
 from worker.contract.run_dir import RunDir
 
 _WARNING_S: Final = 120
@@ -77,6 +77,8 @@ def supervisor_request(config: Config, run_dir: RunDir, name: str) -> JobRequest
 
 
 def _worker_resources(cluster: ClusterConfig) -> Resources:
+    if HIDDEN in cluster.environment.values():
+        raise RequestError(f"cluster.environment: its values are in the run's {PRIVATE}, for its owner alone")
     return Resources(
         nodes=cluster.nodes,
         tasks_per_node=cluster.tasks_on_each_node,

@@ -27,12 +27,11 @@ from supervisor.report.log_text import closing_summary, costs_of
 from supervisor.report.page_data import chart_data
 from supervisor.report.texts import details_of, is_milestone, is_told, step_of, text_of, word_of
 from supervisor.run_state import replay
-from worker.contract.config import Config, format_config
+from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.loss_history import Record
 from worker.contract.manifest import Health, Manifest
 
 _PARTS: Final = Path(__file__).with_name("page")
-_HIDDEN: Final = "(not shown)"
 _LONG: Final = 24
 
 
@@ -87,13 +86,6 @@ def _json(data: Any) -> str:
     """JSON that cannot end the element it stands in."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def without_secrets(config: Config) -> Config:
-    """The configuration without what may hold a password: addresses, and values of the environment."""
-    cluster = config.cluster.model_copy(update={"environment": dict.fromkeys(config.cluster.environment, _HIDDEN)})
-    notify = tuple(_HIDDEN for _ in config.notify)
-    return config.model_copy(update={"cluster": cluster, "notify": notify})
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from worker.contract import config as config_file
@@ -76,6 +76,8 @@ words = st.sampled_from(
 
 
 @given(values | words | st.dictionaries(words, words))
+@example({"\x85": None})
+@example("a\x85b\u2028c")
 def test_what_is_written_is_read_back(value: Any) -> None:
     assert parse_yaml(format_yaml({"key": value})) == {"key": value}
 

@@ -17,6 +17,10 @@ from worker.contract.recovery_config import CheckpointConfig, RecoveryConfig, Sp
 from worker.contract.section import Section
 from worker.contract.yaml_file import YamlError, format_yaml, read_yaml
 
+HIDDEN = "***"
+"""What stands in config.yaml for a value that only the run's owner may read."""
+PRIVATE = "private.yaml"
+
 
 class RunConfig(Section):
     """Which run this is."""
@@ -55,6 +59,13 @@ class Config(Section):
     """Who is told of rollbacks, hangs, long waits and the end: addresses of apprise, or ``command: PROGRAM``."""
 
 
+class _Secrets(Section):
+    """The file for its owner's eyes."""
+
+    notify: Targets = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
 def format_config(config: Config) -> str:
     """The resolved config as YAML, every default written out."""
     return format_yaml(config.model_dump(mode="json"))
@@ -65,18 +76,47 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(format_config(config).encode()).hexdigest()[:16]
 
 
+def without_secrets(config: Config) -> Config:
+    """The configuration without what may hold a password: targets of ``notify``, and values of the environment."""
+    cluster = config.cluster.model_copy(update={"environment": dict.fromkeys(config.cluster.environment, HIDDEN)})
+    return config.model_copy(update={"cluster": cluster, "notify": tuple(HIDDEN for _ in config.notify)})
+
+
 def write(path: Path, config: Config) -> None:
-    """Publish a resolved config.yaml."""
-    publish(path, format_config(config))
+    """Publish a resolved config.yaml, and what of it may hold a password beside it, for its owner alone."""
+    if config.notify or config.cluster.environment:
+        secrets = {"notify": list(config.notify), "environment": config.cluster.environment}
+        publish(path.with_name(PRIVATE), format_yaml(secrets), mode=0o600)
+    publish(path, format_config(without_secrets(config)))
 
 
 def read(path: Path) -> Config:
-    """The resolved config of a run; UnusableFileError where it cannot be read."""
+    """The resolved config of a run; UnusableFileError where it cannot be read.
+
+    To whoever may not read its owner's file beside it, what may hold a password is ``***``.
+    """
     try:
-        return Config.model_validate(read_yaml(path))
+        return _with_secrets(Config.model_validate(read_yaml(path)), path.with_name(PRIVATE))
     except YamlError as error:
         raise UnusableFileError(path, str(error)) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UnusableFileError(path, f"{where}: {first['msg']}") from None
+
+
+def _with_secrets(config: Config, path: Path) -> Config:
+    if HIDDEN not in (*config.notify, *config.cluster.environment.values()):
+        return config
+    try:
+        secrets = _Secrets.model_validate(read_yaml(path))
+    except (OSError, UnusableFileError, YamlError, ValidationError):
+        return config
+    environment = {
+        name: secrets.environment.get(name, HIDDEN) if value == HIDDEN else value
+        for name, value in config.cluster.environment.items()
+    }
+    places = (*secrets.notify, *(HIDDEN for _ in config.notify))
+    notify = tuple(known if told == HIDDEN else told for told, known in zip(config.notify, places, strict=False))
+    cluster = config.cluster.model_copy(update={"environment": environment})
+    return config.model_copy(update={"cluster": cluster, "notify": notify})

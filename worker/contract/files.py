@@ -41,11 +41,14 @@ def encode(value: Any) -> str:
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(", ", ": "))
 
 
-def publish(path: Path, text: str) -> None:
-    """Put ``text`` at ``path`` whole and durably: a reader sees the old file or the new one, never a part."""
+def publish(path: Path, text: str, mode: int = 0o666) -> None:
+    """Put ``text`` at ``path`` whole and durably: a reader sees the old file or the new one, never a part.
+
+    ``mode`` is what the umask is taken from.
+    """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

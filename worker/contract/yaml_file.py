@@ -12,6 +12,7 @@ import yaml
 from worker.contract.files import UnusableFileError, read_data
 
 _MOST_VALUES = 1_000_000
+_BREAKS = frozenset("\x85\u2028\u2029")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
 _INT = re.compile(r"^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$")
 _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
@@ -38,6 +39,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """PyYAML folds what Unicode calls a line break, and does not get it back; quoted twice it is escaped."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAKS & set(text) else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 for _tag, _pattern, _first in _RULES:
     for _side in (_Loader, _Dumper):
