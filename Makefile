@@ -37,7 +37,7 @@ test: .venv/ready slurm views
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
 exact: .venv/ready
-	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest \
+	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest --numprocesses 2 \
 		tests/trainer_room/test_exact.py tests/trainer_room/test_whole_saves.py $(PYTEST_ARGS)
 
 # Two runs beside each other, two to three minutes each. Their journals and logs are in runs/chaos.
