@@ -13,15 +13,12 @@ import gc
 import logging
 import os
 import platform
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,14 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback
 
+from benchmarks.heading import heading
 from worker.attach import attach
-from worker.attached import Context, versions
+from worker.attached import Context
 from worker.checkpoints import make_durable
 from worker.contract.claim import Claim, take_claim
 from worker.contract.config import Config
 from worker.contract.directive import Directive, publish_directive
-from worker.contract.loss_history import HistoryWriter, record
+from worker.contract.loss_history import HistoryWriter, Record, record
 from worker.contract.run_dir import RunDir, checkpoint_name
 from worker.resume import choose
 from worker.setup import build_trainer
@@ -100,13 +98,15 @@ def fill_history(run: RunDir, steps: int) -> None:
     """A history of so many steps."""
     with HistoryWriter(run.history, lambda: None) as writer:
         for step in range(1, steps + 1):
-            numbers = {"loss": 3.1234567, "grad_norm": 0.9876543, "lr": 1e-5, "tokens_per_s": 12345.678}
-            timing = {"step_s": 0.123456, "data_wait_s": 0.000123, "data": {"epoch": 0, "batch": step - 1}}
-            writer.append(
-                record(
-                    segment=1, attempt=1, restart=0, step=step, epoch=step / 1e5, time=time.time(), **numbers, **timing
-                )
-            )
+            writer.append(typical(step))
+
+
+def typical(step: int) -> Record:
+    """The record of an ordinary step."""
+    numbers = {"loss": 3.1234567, "grad_norm": 0.9876543, "lr": 1e-5, "tokens_per_s": 12345.678}
+    timing = {"step_s": 0.123456, "data_wait_s": 0.000123, "data": {"epoch": 0, "batch": step - 1}}
+    place = {"segment": 1, "attempt": 1, "restart": 0, "step": step, "epoch": step / 1e5, "time": time.time()}
+    return record(**place, **numbers, **timing)
 
 
 def logged(steps: int) -> list[dict[str, Any]]:
@@ -243,12 +243,9 @@ def measured(told: argparse.Namespace) -> list[Case]:
 
 def shown(cases: list[Case], told: argparse.Namespace, parameters: int) -> str:
     """The table, with everything that is needed to read it."""
-    having = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
-        f"command    python -m benchmarks.checkpoint {shlex.join(sys.argv[1:])}".rstrip(),
-        f"date       {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        f"versions   Python {platform.python_version()}, {having}",
-        f"machine    {platform.machine()}, threads {torch.get_num_threads()}, in {told.folder or 'a temporary folder'}",
+        *heading("checkpoint"),
+        f"threads    {torch.get_num_threads()}, in {told.folder or 'a temporary folder'}",
         f"model      {parameters:,} parameters in float32, AdamW; higgsfield also keeps an average of the weights",
         f"figures    median of {told.repeats}, in seconds; ratios: median of those within each turn",
         "",

@@ -7,9 +7,7 @@ the end and deciding, is the same for both and not in it.
 """
 
 import argparse
-import datetime
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -17,14 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from worker.contract import config  # noqa: E402 (the tree that this file lies in)
+from benchmarks.heading import heading  # noqa: E402 (the tree that this file lies in)
+from worker.contract import config  # noqa: E402
 from worker.contract.directive import Directive, publish_directive  # noqa: E402
 from worker.contract.loss_history import last_record  # noqa: E402
 from worker.contract.manifest import complete_checkpoints  # noqa: E402
@@ -133,13 +131,13 @@ def memory_mib(pid: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--relaunches", type=int, default=5, help="of each kind, at least 3")
+    parser.add_argument("--relaunches", type=int, default=5, help="of each kind")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of the trainers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = [Run(Path(folder), name, options.threads) for name in ("cold", "zygote")]
         try:
-            measure(runs, max(3, options.relaunches))
+            measure(runs, options.relaunches)
         finally:
             for run in runs:
                 run.end()
@@ -163,12 +161,7 @@ def measure(runs: list[Run], relaunches: int) -> None:
 
 def report(first: dict[str, float], again: dict[str, list[float]], memory: list[tuple[str, float, float]]) -> None:
     """Print the tables."""
-    print(f"$ python {' '.join(sys.argv)}")
-    print(
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
-    )
+    print("\n".join(heading("relaunch")))
     print("\ndirective to first record, s     first start (once)   relaunch: median   least   most   n")
     for name, times in again.items():
         print(

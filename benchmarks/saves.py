@@ -10,16 +10,12 @@ of the weights. The first saves of each training warm up, the last is a plain on
 import argparse
 import logging
 import os
-import platform
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +24,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.checkpoint import PLAIN, begin_attempt, ours, plain_trainer
-from worker.attached import versions
+from benchmarks.heading import heading
 from worker.contract.config import Config
 from worker.contract.loss_history import read_history
 from worker.contract.run_dir import RunDir
@@ -117,14 +113,11 @@ def measured(told: argparse.Namespace) -> dict[str, Times]:
 
 def shown(found: dict[str, Times], told: argparse.Namespace, parameters: int) -> str:
     """The table, with everything that is needed to read it."""
-    having = ", ".join(f"{name} {version}" for name, version in versions().items())
     plain = found[PLAIN]
     step_s, still_s = statistics.median(plain.step_s), statistics.median(plain.still_s)
     lines = [
-        f"command    python -m benchmarks.saves {shlex.join(sys.argv[1:])}".rstrip(),
-        f"date       {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load average {os.getloadavg()[1]:.1f}",
-        f"versions   Python {platform.python_version()}, {having}",
-        f"machine    {platform.machine()}, {os.cpu_count()} cores, threads {torch.get_num_threads()}",
+        *heading("saves"),
+        f"threads    {torch.get_num_threads()}",
         f"model      {parameters:,} parameters in float32, AdamW; a step takes {step_s:.3f} s",
         f"figures    median of {len(plain.still_s)} saves, in seconds",
         "",

@@ -3,7 +3,7 @@
 import copy
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -38,6 +38,8 @@ class Ema:
         self._rules = rules
         self.num_updates = 0
         self._like = dict(trained(model))
+        is_spread = any(own_part(one) is not one for one in self._like.values())
+        self._lasting = None if is_spread else model
         self._average = {name: self._placed(own_part(one.detach()).float().clone()) for name, one in trained(model)}
 
     def _placed(self, one: torch.Tensor) -> torch.Tensor:
@@ -48,9 +50,13 @@ class Ema:
         """Take the weights in when ``step``, the number of finished steps, is a multiple of ``every``."""
         if step % self._rules.every:
             return
-        weights = [self._placed(own_part(one.detach())).float() for _, one in trained(model)]
+        weights = [self._placed(own_part(one)).float() for one in self._now(model)]
         torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self.next_decay())
         self.num_updates += 1
+
+    def _now(self, model: torch.nn.Module) -> Iterable[torch.Tensor]:
+        """The trained parameters; searched for again only where a forward pass may have put others in their place."""
+        return self._like.values() if model is self._lasting else dict(trained(model)).values()
 
     def next_decay(self) -> float:
         """The decay of the next update: small at first, or the initial weights would outlive a short run."""

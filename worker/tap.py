@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -150,7 +151,13 @@ def _fell(before: float | None, now: float | None) -> bool:
 
 
 def _on_device(number: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:
-    """A scalar on the device; filled there, not copied, where it is a plain number. What is not known is NaN."""
+    """A scalar on the device, only to be read. What is not known is NaN."""
     if isinstance(number, torch.Tensor):
         return number.detach().float().reshape(()).to(device)
+    return _filled(number, device)
+
+
+@lru_cache(maxsize=16)
+def _filled(number: float | None, device: torch.device) -> torch.Tensor:
+    """Filled on the device, not copied to it, and kept: nearly every step says the same three."""
     return torch.full((), float("nan") if number is None else number, dtype=torch.float32, device=device)

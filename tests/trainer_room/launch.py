@@ -1,10 +1,12 @@
 """The trainer of these tests, which meets the faults that are asked for: its arguments are RUN_DIR START FAULTS.
 
-``replays``: the rank of a replay's job instead, and its arguments are FOLDER OUT FAULTS.
+``replays``: the rank of a replay's job instead, and its arguments are FOLDER OUT FAULTS. ``benchmark``: that script of
+benchmarks/ instead, and its arguments are the script's own.
 
 A zygote forks it for each start: one real process, a fraction of a second.
 """
 
+import importlib
 import json
 import math
 import os
@@ -32,6 +34,8 @@ from worker.wrap import wrap
 
 def main() -> NoReturn:
     faults = json.loads(sys.argv.pop())
+    if "benchmark" in faults:
+        _run_benchmark(faults["benchmark"])
     if faults.get("is_plain"):
         _train_plainly(RunDir(Path(sys.argv[1])))
     if "elsewhere_until" in faults:
@@ -40,6 +44,12 @@ def main() -> NoReturn:
     if "replays" in faults:
         os._exit(worker.replay.job_main(*sys.argv[1:], faults["replays"]))
     worker.train.main()
+
+
+def _run_benchmark(script: str) -> NoReturn:
+    importlib.import_module(f"benchmarks.{script}").main()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _train_plainly(run: RunDir) -> NoReturn:
