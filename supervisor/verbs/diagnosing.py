@@ -9,7 +9,7 @@ from supervisor.diagnosis import diagnose as find_causes
 from supervisor.report.diagnosis_text import as_json
 from supervisor.report.figures import printable
 from supervisor.runs import find_run
-from supervisor.verbs.exits import OK
+from supervisor.verbs.exits import OK, WRONG_INPUT
 from supervisor.verbs.looking import warn_of_a_broken_history
 from supervisor.verbs.replaying import replay
 from supervisor.views import show_diagnosis
@@ -27,4 +27,4 @@ def diagnose(args: argparse.Namespace) -> int:
         print(json.dumps(told if replayed is None else told | {"replay": replayed.as_json}, indent=2))
     elif replayed is not None:
         print("\n".join(map(printable, ("", *replayed.lines))))
-    return OK
+    return OK if replayed is None or replayed.was_tried else WRONG_INPUT

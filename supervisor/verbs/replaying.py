@@ -8,8 +8,10 @@ from typing import Any
 
 from supervisor.replay import planned, replay_by_job, replay_here
 from supervisor.report.figures import printable
-from supervisor.report.replay_text import about, advice, as_json, table
+from supervisor.report.replay_text import Standing, about, advice, as_json, table, was_tried
 from supervisor.runs import RunError
+from supervisor.supervise import read_state
+from worker.contract import config as contract_config
 from worker.contract.replay import Tried
 from worker.contract.run_dir import RunDir
 
@@ -21,6 +23,8 @@ class Replayed:
     lines: list[str]
     """For a person: the table, and what to try."""
     as_json: list[dict[str, Any]]
+    was_tried: bool
+    """Whether any change was trained to an answer."""
 
 
 def replay(run_dir: RunDir, *, is_here: bool) -> Replayed:
@@ -29,7 +33,14 @@ def replay(run_dir: RunDir, *, is_here: bool) -> Replayed:
     print(printable(about(plan.replay)), file=sys.stderr, flush=True)
     lines = replay_here(run_dir, plan, os.environ) if is_here else replay_by_job(run_dir, plan)
     tried = list(_changes(lines))
-    return Replayed([*table(tried), advice(plan.replay, tried, str(run_dir.path))], as_json(tried))
+    said = advice(plan.replay, tried, _standing(run_dir))
+    return Replayed([*table(tried), said], as_json(tried), was_tried(tried))
+
+
+def _standing(run_dir: RunDir) -> Standing:
+    state, rules = read_state(run_dir), contract_config.read(run_dir.config).training.optimizer
+    scale = state.plan.lr_scale if state.plan is not None else 1.0
+    return Standing(run_dir.path, state.state == "finished", scale, rules.learning_rate)
 
 
 def _changes(lines: Iterator[Tried]) -> Iterator[Tried]:

@@ -1,6 +1,7 @@
 """What of a history is replayed: which bad steps, from which checkpoint, with which changes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from supervisor.journal import Continued, Event, RolledBack
 from supervisor.replay import replay_request
 from supervisor.replay_plan import Found, Planned, plan_replay
-from supervisor.report.replay_text import advice, as_json, table
+from supervisor.report.replay_text import Standing, advice, as_json, table, was_tried
 from supervisor.runs import RunError
 from tests.supervisor_room.stage import config
 from worker.contract.directive import LearningRateRamp, SkippedBatches
@@ -53,6 +54,7 @@ def rolled_back(attempt: int, to_step: int, **fields: Any) -> RolledBack:
     return RolledBack(**{**plan, **told})
 
 
+GOING_ON = Standing(Path("r"), is_finished=False, lr_scale=0.0625, learning_rate=1e-3)
 SPIKED = [*steps(1, 43), record(44, verdict="spike", onset=42)]
 """Checkpoints every 10 steps, healthy after 5."""
 
@@ -197,8 +199,11 @@ def test_the_job_is_the_runs_own_in_a_folder_of_its_own(tmp_path: Path) -> None:
         ({"again", "tenth-rate"}, "does not come again: neither data nor rate"),
         ({"fp32", "smallest-batch"}, "it is the precision"),
         ({"smallest-batch", "without-batches"}, "it is the data: of step 42 row 1"),
-        ({"without-batches", "tenth-rate"}, "leave it out with `higgsfield rollback r --to 30 --skip`"),
-        ({"tenth-rate", "adamw"}, "it is the rate: go on with a lower one, `higgsfield rollback r --to 30 --lr-scale"),
+        ({"without-batches", "tenth-rate"}, "leave the batches out: `higgsfield rollback r --to 30 --skip`"),
+        (
+            {"tenth-rate", "adamw"},
+            "it is the rate: go on with a lower one, `higgsfield rollback r --to 30 --lr-scale 0.03125`",
+        ),
         ({"adamw"}, "it is the optimizer"),
         (set(), "none of these changes cures it"),
     ],
@@ -211,7 +216,31 @@ def test_the_advice_names_the_change_that_says_most(
         Tried(change=one.change, what=one.what, cured=one.change in cures, loss=2.0, said="of step 42 row 1")
         for one in replay.trials
     ]
-    assert said in advice(replay, told, "r")
+    assert said in advice(replay, told, GOING_ON)
+
+
+@pytest.mark.parametrize(
+    ("cure", "said"),
+    [
+        ("tenth-rate", "train another (another run.name) with training.optimizer.learning_rate: 3.125e-05"),
+        ("without-batches", "train another run (another run.name)"),
+        ("smallest-batch", "train another run (another run.name)"),
+        ("again", "at what was restored"),
+    ],
+)
+def test_a_finished_run_is_not_told_to_go_back(plan: Callable[..., Planned], cure: Change, said: str) -> None:
+    told = advice(
+        plan(SPIKED, [found(30)]).replay, [Tried(change=cure, cured=True)], replace(GOING_ON, is_finished=True)
+    )
+    assert said in told
+    assert "rollback" not in told
+    assert "go on" not in told
+
+
+def test_where_nothing_could_be_tried_nothing_is_concluded(plan: Callable[..., Planned]) -> None:
+    told = [Tried(change=one, said="data.train: is gone") for one in ("again", "fp32")]
+    assert not was_tried(told)
+    assert "nothing could be tried" in advice(plan(SPIKED, [found(30)]).replay, told, GOING_ON)
 
 
 def test_the_table_tells_not_finite_from_not_tried(plan: Callable[..., Planned]) -> None:
