@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 from slurm.commands import python_environment
 from slurm.job import JobState
@@ -34,6 +35,7 @@ SUPERVISOR = "supervisor.rehearse"
 _LOOK_S: Final = 0.05
 _ASK_EVERY_S: Final = 2.0
 """Between two questions to the scheduler."""
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_WORDS: Final = 600
 _LONGEST_NAME: Final = 70
 
@@ -88,15 +90,20 @@ def carry_out(runs: Sequence[Rehearsed]) -> list[RunState]:
 
     Whatever ends this, no job and no process of theirs goes on. RunError where a supervisor cannot go on.
     """
+    heard = {number: signal.getsignal(number) for number in _ENDING}
     with contextlib.ExitStack() as afterwards:
         for run in runs:
             afterwards.callback(_end, run)
+        afterwards.callback(_hear_no_more)  # the first to be called: nothing cuts the clean-up short
+        for run in runs:
             run.start()
         while going := [run for run in runs if not _is_over(run)]:
             for run in going:
                 _throw(run)
             time.sleep(_LOOK_S)
-        return [read_state(run.run_dir) for run in runs]
+    for number, handler in heard.items():
+        signal.signal(number, handler)
+    return [read_state(run.run_dir) for run in runs]
 
 
 def _is_over(run: Rehearsed) -> bool:
@@ -160,24 +167,42 @@ def _end(run: Rehearsed) -> None:
     state = read_state(run.run_dir)
     if state.is_over:
         return
-    print(f"ends {run.run_dir.path.name}: its job is cancelled", file=sys.stderr, flush=True)
+    name = run.run_dir.path.name
+    print(f"ends {name}: its job is to be cancelled; this takes a moment", file=sys.stderr, flush=True)
     publish_message(run.run_dir.request, Request(verb="stop", by=getpass.getuser(), asked_at=time.time()))
     for job in run.scheduler.find(state.job_name):
         run.scheduler.cancel(job.job_id)
     with open(os.devnull, "w", encoding="utf-8") as nobody:
         supervise(run.run_dir, nobody)  # until its job is over
+    print(f"{name}: its job is cancelled", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP end everything as Ctrl-C does; what is ignored, as by nohup, stays ignored."""
-    heard = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
+    """Within, the first SIGINT, SIGTERM or SIGHUP ends everything, and what comes after it changes nothing.
+
+    What is ignored, as by nohup, stays ignored.
+    """
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _hear_no_more()
+    raise KeyboardInterrupt
+
+
+def _hear_no_more() -> None:
+    """Ignore what would end us; so do the scheduler's programs, which a Ctrl-C in the terminal reaches too."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:

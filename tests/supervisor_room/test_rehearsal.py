@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slurm.job import JobState
+from supervisor import rehearse
 from supervisor.journal import SupervisorStarted
+from supervisor.lease import LostError
 from supervisor.rehearsal import (
     STANDARD,
     FaultRow,
@@ -24,10 +30,12 @@ from supervisor.rehearsal import (
 from supervisor.report.rehearsal_text import fault_lines, memory_lines, rate_lines
 from supervisor.run_state import State
 from supervisor.runs import RunError
-from tests.supervisor_room.stage import config
+from tests.supervisor_room.stage import Stage, config
 from worker.contract.config import Config
 from worker.contract.loss_history import Record, Verdict, record
 from worker.contract.rehearsal import Fault, FaultKind, Inflicted, MemoryFound
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
@@ -249,3 +257,46 @@ def test_the_tables_are_told_whole() -> None:
         "",
         "Take it.",
     ]
+
+
+# -- its end
+
+
+def interrupted(stage: Stage, monkeypatch: pytest.MonkeyPatch, supervise: Callable[[], None]) -> None:
+    """A rehearsal that a SIGINT ends while its job runs; ``supervise`` is the last act of the clean-up."""
+    monkeypatch.setattr(rehearse.Rehearsed, "start", lambda run: None)
+    monkeypatch.setattr(rehearse, "_is_over", lambda run: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(rehearse, "supervise", lambda run_dir, out: supervise())
+    stage.settle()
+    stage.start_job()
+    before = [signal.getsignal(number) for number in ENDING]
+    with pytest.raises((KeyboardInterrupt, LostError)), rehearse.ended_by_signals():
+        rehearse.carry_out([rehearse.Rehearsed(stage.run_dir, stage.scheduler)])
+    assert [signal.getsignal(number) for number in ENDING] == before
+
+
+def test_signals_do_not_cut_its_clean_up_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = Stage(tmp_path)
+    done = []
+
+    def disturbed() -> None:
+        for number in ENDING:
+            os.kill(os.getpid(), number)
+        done.append("all of it")
+
+    interrupted(stage, monkeypatch, disturbed)
+    assert done == ["all of it"]
+    assert stage.scheduler.jobs[stage.job_id].state is JobState.CANCELLED
+    assert "r: its job is cancelled" in capsys.readouterr().err
+
+
+def test_it_does_not_say_that_its_job_is_cancelled_before_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost() -> None:
+        raise LostError("somebody else supervises it")
+
+    interrupted(Stage(tmp_path), monkeypatch, lost)
+    assert "is cancelled" not in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,14 +92,16 @@ def light_house(folder: Path, env: dict[str, str], **cluster: str) -> House:
     return house
 
 
-def test_interrupted_it_leaves_no_job_and_no_process(tmp_path: Path) -> None:
+def test_interrupted_by_somebody_impatient_it_leaves_no_job_and_no_process(tmp_path: Path) -> None:
     with light_house(tmp_path, environment(PYTHONPATH=str(ROOT))) as house:
         house.name = REHEARSAL
         process = house.start("rehearse", "tiny.yaml", "--fault", "kill@1000")
         house.waits_for_step(5)
-        send(process.pid, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            send(process.pid, number)
+            time.sleep(0.15)
         assert process.wait(60) == 130
-        assert "ends tiny-rehearsal-1: its job is cancelled" in house.printed(process)
+        assert "\ntiny-rehearsal-1: its job is cancelled" in house.printed(process)
         assert len(house.those(Stopped)) == 1
         house.leaves_nothing()
 
