@@ -27,7 +27,7 @@ from supervisor.requests import Request, read_request, request_news
 from supervisor.run_state import RunState
 from worker.contract.claim import Claim, read_claim
 from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ExitReport, Outcome
-from worker.contract.files import AnyMessage, UnusableFileError, read_message
+from worker.contract.files import AnyMessage, UnusableFileError, is_left, read_message
 from worker.contract.loss_history import ACTED, HistoryReader, Record
 from worker.contract.manifest import MANIFEST, Health, Manifest, UnusableCheckpointError, complete_manifest, health
 from worker.contract.pulse import Pulse, Quiet
@@ -114,7 +114,7 @@ class Observer:
             trail=tuple(self._trail),
             manifests=self._complete(),
             request=read_request(self.run_dir.request),
-            has_stop_file=self.run_dir.stop_file.exists(),
+            has_stop_file=is_left(self.run_dir.stop_file),
             save_s=max(self._saves_s, default=None),
         )
 

@@ -20,7 +20,7 @@ from supervisor.lease import is_gone, read_holder
 from supervisor.run_state import OVER, RunState, replay
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
-from worker.contract.files import UnusableFileError, append_line, encode
+from worker.contract.files import UnusableFileError, append_line, encode, is_left
 from worker.contract.loss_history import HistoryReader, Record, recent_records, surviving
 from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.rehearsal import Fault
@@ -231,7 +231,7 @@ def unreadable(run_dir: RunDir, why: str) -> dict[str, Any]:
 
 def _stop_file(run_dir: RunDir, state: RunState) -> str | None:
     """What a STOP file asks for that is not in the journal yet: at most a pass ago, or nobody supervises."""
-    if state.is_over or state.stop_by is not None or not run_dir.stop_file.exists():
+    if state.is_over or state.stop_by is not None or not is_left(run_dir.stop_file):
         return None
     return "a STOP file is there: the worker saves and leaves at its next step"
 

@@ -24,6 +24,7 @@ from supervisor.views import ReportAtTheEnd
 from supervisor.watch import Watched, one_pass, seconds_between_passes, watch
 from worker.contract import config as contract_config
 from worker.contract.config import Config
+from worker.contract.files import is_left, remove_left
 from worker.contract.run_dir import RunDir
 
 
@@ -61,10 +62,10 @@ def supervise(
 
     with _in_hand(watched, lease):
         run.introduce()
-        if is_asked and not run.state.is_over and run_dir.stop_file.exists():
+        if is_asked and not run.state.is_over and is_left(run_dir.stop_file):
             watch([watched], rest, looks, pass_s)  # it may be half obeyed by now
         if is_asked and run.state.is_over and run.state.state != "finished":
-            run_dir.stop_file.unlink(missing_ok=True)
+            remove_left(run_dir.stop_file)
             run.record(_asked())
         watch([watched], rest, looks, pass_s)
         return run.state
@@ -126,7 +127,7 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
             changed = changed_keys(contract_config.read(run_dir.config), config)
             if changed:
                 contract_config.write(run_dir.config, config)
-            run_dir.stop_file.unlink(missing_ok=True)
+            remove_left(run_dir.stop_file)
             Journal(run_dir.journal, time.time, lease.check).record(_asked(changed), state.attempt, lease.term)
         return state
     finally:

@@ -19,7 +19,7 @@ from supervisor.observation import Observation, Observer, news
 from supervisor.policy import decide
 from supervisor.requests import clear_request, request_news
 from supervisor.run_state import RunState
-from worker.contract.files import UnusableFileError
+from worker.contract.files import UnusableFileError, remove_left
 from worker.contract.run_dir import RunDir
 
 LOCAL_PASS_S: Final = 0.3
@@ -141,7 +141,7 @@ def _hear(watched: Watched, seen: Observation) -> Decision:
     """Write down what is asked of a run that is over; it may be open then, and an answered STOP must not end it."""
     for event in request_news(watched.run.state, seen.request):
         if isinstance(event, RollbackRequested):
-            watched.run.run_dir.stop_file.unlink(missing_ok=True)
+            remove_left(watched.run.run_dir.stop_file)
         watched.run.record(event)
     _clear_request(watched, seen)
     return Wait("the run is over")

@@ -3,9 +3,11 @@
 A handler only sets a flag; every rank learns of it at the next step boundary, all at the same one.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
+import stat
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Any
 from worker.child import die_with
 from worker.contract.claim import FencedError
 from worker.contract.directive import Directive, read_directive
-from worker.contract.files import UnusableFileError
+from worker.contract.files import UnusableFileError, is_left, remove_left
 from worker.contract.run_dir import RunDir
+
+_log = logging.getLogger(__name__)
 
 
 class Ask(IntEnum):
@@ -76,6 +80,8 @@ class RunFiles:
         self._directive, self._claim = run.directive, run.claim(directive.attempt)
         self._stop, self._save = run.stop_file, run.save_file
         self._seen: dict[Path, Identity] = {}
+        self._answered_ns: int | None = None
+        """When that SAVE was touched which was obeyed and may not be removed."""
 
     def check(self) -> None:
         """Return while this attempt is the directive's and the claim its own; FencedError otherwise.
@@ -116,13 +122,26 @@ class RunFiles:
             return Ask.FENCED
         if self.directive.stop is not None:
             return Ask.STOP_NOW if self.directive.stop == "now" else Ask.STOP
-        if self._stop.exists():
+        if is_left(self._stop):
             return Ask.STOP
-        return Ask.SAVE if self._save.exists() else Ask.NOTHING
+        return Ask.NOTHING if self._save_touched() in (None, self._answered_ns) else Ask.SAVE
+
+    def _save_touched(self) -> int | None:
+        """When SAVE was touched, in ns; None where no file is to be seen there."""
+        try:
+            found = self._save.stat()
+        except OSError:
+            return None
+        return None if stat.S_ISDIR(found.st_mode) else found.st_mtime_ns
 
     def saved(self) -> None:
-        """A save that SAVE asked for is done."""
-        self._save.unlink(missing_ok=True)
+        """A save that SAVE asked for is done; one that we may not remove asks again when it is touched again."""
+        touched_ns = self._save_touched()
+        try:
+            remove_left(self._save)
+        except OSError as error:
+            self._answered_ns = touched_ns
+            _log.warning("%s: was obeyed and cannot be removed (%s)", self._save, error.strerror)
 
 
 def identity_of(path: Path) -> Identity | None:
@@ -132,10 +151,10 @@ def identity_of(path: Path) -> Identity | None:
     except FileNotFoundError:
         return None
     try:
-        stat = os.fstat(descriptor)
+        found = os.fstat(descriptor)
     finally:
         os.close(descriptor)
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class IgnoreSignals:

@@ -113,6 +113,19 @@ def test_a_person_who_lets_it_go_on_need_not_remove_it(tmp_path: Path) -> None:
     assert (stage.state, stage.directive.cause, stage.submissions) == ("queued", "resumed", 2)
 
 
+def test_a_folder_of_that_name_stops_nothing_and_stays(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    stage.run_dir.stop_file.mkdir()
+    stage.settle()
+    assert (stage.state, standing(stage.run_dir, in_detail=False)["state"]) == ("training", "training")
+    publish_message(stage.run_dir.request, Request(verb="stop", by="alice"))
+    worker_leaves(stage)
+    stage.settle()
+    stage.watched.run.lease.give_up()
+    reopen(stage.run_dir, stage.config)
+    assert stage.run_dir.stop_file.is_dir()
+
+
 def test_neither_need_a_person_who_rolls_back(tmp_path: Path) -> None:
     stage = stopped(tmp_path)
     publish_message(stage.run_dir.request, Request(verb="rollback", by="alice", to=10, asked_at=1.0))

@@ -285,6 +285,31 @@ def test_what_is_asked_by_files_is_seen_at_the_next_look(tmp_path: Path) -> None
     assert files.directive.pinned == (4,)
 
 
+def test_a_folder_of_that_name_asks_for_nothing(tmp_path: Path) -> None:
+    run, files = files_of(tmp_path)
+    run.stop_file.mkdir()
+    run.save_file.touch()
+    assert files.look() is Ask.SAVE
+    run.save_file.unlink()
+    run.save_file.mkdir()
+    files.saved()
+    assert files.look() is Ask.NOTHING
+
+
+def test_a_save_that_cannot_be_removed_is_obeyed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    run, files = files_of(tmp_path)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for touched in (1, 2):
+        run.save_file.touch()
+        os.utime(run.save_file, (touched, touched))
+        assert files.look() is Ask.SAVE
+        files.saved()
+        assert files.look() is Ask.NOTHING
+
+
 def test_who_is_fenced_once_stays_fenced(tmp_path: Path) -> None:
     run, files = files_of(tmp_path)
     files.check()

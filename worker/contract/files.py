@@ -104,6 +104,17 @@ def read_message(path: Path, kind: type[AnyMessage]) -> AnyMessage | None:
     return message
 
 
+def is_left(path: Path) -> bool:
+    """Whether somebody has left a file here, such as STOP or SAVE, of whatever kind; a folder asks for nothing."""
+    return path.exists() and not path.is_dir()
+
+
+def remove_left(path: Path) -> None:
+    """Remove a file that somebody has left; a folder stays."""
+    with contextlib.suppress(IsADirectoryError):
+        path.unlink(missing_ok=True)
+
+
 def append_line(path: Path, line: str) -> None:
     """Append one line and make it durable; on a full disk nothing of it stays and OSError is raised."""
     data = (line + "\n").encode("ascii")
