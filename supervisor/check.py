@@ -1,5 +1,6 @@
 """What can be known of a run before anything is spent: its jobs, its recipe, and a look at model and data."""
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def check(config: Config, file: str = "", writer: Writer | None = None, look: Lo
         if config.supervisor.place == "job" and not refused:
             refused = _ask(scheduler, own, file, "supervisor")[1]
         found.errors += refused
-    found.take([*_unused(config, scheduler), *_unheard(config)])
+    found.take([*_unused(config, scheduler), *_unheard(config), *_interpreter(config)])
     report = look(config) if look is not None else CheckReport()
     facts = known_facts(config, report, scheduler)
     found.take(report.found)
@@ -213,6 +214,15 @@ def _unused(config: Config, scheduler: Scheduler) -> Iterator[Remark]:
         else:
             message = "there is no Slurm here, and the run would be on this machine"
             yield Remark("warning", ("cluster", key), message, f"cluster.kind is {config.cluster.kind}", mend)
+
+
+def _interpreter(config: Config) -> Iterator[Remark]:
+    """An interpreter that this machine lacks; what the nodes have is not known here, nor what a setup brings."""
+    cluster = config.cluster
+    if cluster.python is None or cluster.container is not None or shutil.which(cluster.python) is not None:
+        return
+    where = "brings cluster.setup" if cluster.setup else "have the nodes"
+    yield Remark("not checked", ("cluster", "python"), f"there is no program {cluster.python!r} here; {where} it?")
 
 
 def _unheard(config: Config) -> Iterator[Remark]:

@@ -4,7 +4,7 @@ A row is what ``supervisor.runs.standing`` answers and ``status --json`` prints.
 """
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from supervisor.report.figures import FAR_S, count, duration, local_moment, printable
@@ -92,6 +92,8 @@ def _unattended(row: Row) -> str:
     job = row.get("supervisor_job")
     if job and job["state"] != "RUNNING":
         return f"its supervisor's job {job['id']} waits"
+    if row.get("supervisor_died"):
+        return never_began_text(row["supervisor_died"])
     holder = row["supervisor"]
     return "nobody supervises it" if not job and (holder is None or holder["alive"] is False) else ""
 
@@ -170,10 +172,18 @@ def _supervisor(row: Row) -> str:
     if job and (is_gone or job["state"] != "RUNNING"):
         why = f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
         return f"its supervisor's job {job['id']} is {job['state']}{why}: it supervises the run when it starts"
+    if row.get("supervisor_died"):
+        died = row["supervisor_died"]
+        return f"{never_began_text(died)} (all of it: {died['file']}); mend that, and submit it again"
     if is_gone:  # without the key nobody has asked, or the scheduler did not answer
         unless = "" if "supervisor_job" in row else "unless a job of its supervisor waits, "
         return f"nobody supervises it: {unless}higgsfield resume {row['dir']}"
     return f"process {holder['pid']} on {holder['host']}"
+
+
+def never_began_text(died: Mapping[str, str]) -> str:
+    """That the supervisor's own job came to nothing, and its last words."""
+    return f"its supervisor's job {died['id']} ended without starting: {died['said'] or 'it wrote nothing'}"
 
 
 def _excluded(node: Any, now: float) -> str:

@@ -7,10 +7,13 @@ from typing import Any
 
 from slurm.scheduler import SchedulerError
 from supervisor.config import load_targets
+from supervisor.journal import read_journal
 from supervisor.live import watch_run
+from supervisor.never_began import never_began
 from supervisor.notify import ask_targets
 from supervisor.report.figures import printable
 from supervisor.report.log_text import since_time
+from supervisor.report.standing_text import never_began_text
 from supervisor.run_state import OVER
 from supervisor.runs import RunError, all_runs, find_run, standing, unreadable
 from supervisor.supervise import own_job
@@ -53,8 +56,21 @@ def who_comes(run_dir: RunDir, holder: dict[str, Any] | None) -> dict[str, Any]:
         job = own_job(run_dir)
     except SchedulerError:
         return {}
-    told = job and {"id": job.job_id, "state": job.state.value, "why": job.why, "starts_at": job.starts_at}
-    return {"supervisor_job": told}
+    if job is not None:
+        told = {"id": job.job_id, "state": job.state.value, "why": job.why, "starts_at": job.starts_at}
+        return {"supervisor_job": told}
+    ended = never_began(run_dir, read_journal(run_dir.journal))
+    died = ended and {"id": ended.job_id, "said": ended.said, "file": str(ended.file)}
+    return {"supervisor_job": None, "supervisor_died": died}
+
+
+def _warn_of_a_dead_supervisor(run_dir: RunDir) -> None:
+    """Name the job that ended before it began to supervise; the scheduler is asked only where a file says so."""
+    if never_began(run_dir, read_journal(run_dir.journal)) is None:
+        return
+    died = who_comes(run_dir, None).get("supervisor_died")
+    if died:
+        complain(f"{run_dir.path.name}: {never_began_text(died)}")
 
 
 def log(args: argparse.Namespace) -> int:
@@ -67,6 +83,7 @@ def log(args: argparse.Namespace) -> int:
         follow_log(run_dir, since, sys.stdout)
     else:
         show_log(run_dir, since, sys.stdout)
+        _warn_of_a_dead_supervisor(run_dir)
         warn_of_a_broken_history(run_dir)
     return OK
 

@@ -11,6 +11,7 @@ from slurm.scheduler import LocalScheduler, SlurmScheduler
 from supervisor import cli, known_facts
 from supervisor.check import CheckResult, check
 from supervisor.config import load_config, writer_of_keys
+from supervisor.config_findings import ConfigError
 from supervisor.runs import RunError
 from tests.fakes import FakeScheduler
 from worker.contract.check_report import CheckReport, Found
@@ -129,6 +130,16 @@ def test_a_look_that_ends_otherwise_is_not_checked(folder: Path, monkeypatch: py
     result = check(load_config(Path("small.yaml")), look=known_facts.look_closer)
     assert result.errors == ()
     assert "exit code 1" in result.not_checked[0].message
+
+
+def test_an_interpreter_of_the_nodes_is_not_checked_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("supervisor.check.choose", lambda kind: FakeScheduler())
+    far = ["cluster.kind=auto", "cluster.python=/nope/python"]
+    assert "cluster.python" in {found.key for found in checked(*far).not_checked}
+    contained = checked(*far, "cluster.container=apptainer exec image.sif")
+    assert "cluster.python" not in {found.key for found in contained.not_checked}
+    with pytest.raises(ConfigError, match="there is no program '/nope/python'"):
+        checked("cluster.kind=local", "cluster.python=/nope/python")
 
 
 def test_a_run_folder_that_slurm_cannot_carry_is_an_error(folder: Path) -> None:

@@ -11,11 +11,13 @@ import pytest
 from slurm.job import JobState
 from supervisor import cli, supervise
 from supervisor.job_request import supervisor_request
-from supervisor.journal import ResumeRequested
+from supervisor.journal import Journal, ResumeRequested, SupervisorStarted
 from supervisor.run_state import replay
-from supervisor.runs import standing
+from supervisor.runs import open_or_create, standing
 from supervisor.verbs import going
+from tests.fakes import FakeScheduler
 from tests.supervisor_room.stage import Stage
+from tests.supervisor_room.stage import config as stage_config
 from worker.contract.config import format_config, read
 from worker.contract.exit_report import ErrorDetail, Outcome
 
@@ -83,6 +85,28 @@ def test_nobody_is_told_to_resume_while_the_supervisor_s_own_job_may_come(
     assert row["supervisor_job"] == {"id": job_id, "state": "HELD", "why": "Priority", "starts_at": None}
     stage.scheduler.set_state(job_id, JobState.CANCELLED)
     assert f"nobody supervises it: higgsfield resume {run}" in told(capsys, "status", run)
+
+
+def test_a_supervisor_that_died_before_it_began_is_named_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = stage_config(tmp_path)
+    run_dir, scheduler = open_or_create(config), FakeScheduler()
+    monkeypatch.setattr(supervise, "choose", lambda *_: scheduler)
+    job_id = scheduler.submit(
+        supervisor_request(config, run_dir, supervise.own_job_name(supervise.read_state(run_dir)))
+    )
+    (run_dir.jobs / f"{job_id}_0_log.err").write_text("a warning\nbash: /nope/python: No such file\n\n")
+    run, said = str(run_dir.path), f"job {job_id} ended without starting: bash: /nope/python: No such file"
+    assert "ended" not in told(capsys, "status", run)  # it lives, and may begin yet
+    scheduler.set_state(job_id, JobState.FAILED)
+    assert said in told(capsys, "status", run)
+    assert said in told(capsys, "status", "--dir", str(tmp_path))
+    assert cli.main(["log", run]) == cli.OK
+    assert said in capsys.readouterr().err
+    began = SupervisorStarted(reason="", host="h", pid=1)
+    Journal(run_dir.journal, lambda: 1.0, lambda: None).record(began, 0, 1)
+    assert "nobody supervises it" in told(capsys, "status", run)
 
 
 def test_a_scheduler_that_does_not_answer_leaves_it_open_who_comes(
