@@ -63,8 +63,13 @@ class CheckResult:
         lines += [f"note: {_without_file(finding)}" for finding in self.notes]
         lines += [f"warning: {finding}" for finding in self.warnings]
         lines += [f"error: {finding}" for finding in self.errors]
-        fine = "nothing is wrong, and what is odd is above" if self.warnings else "the configuration is fine"
-        return "\n".join(lines if self.errors else [*lines, fine])
+        return "\n".join(lines if self.errors else [*lines, self._verdict()])
+
+    def _verdict(self) -> str:
+        """What is said where there is no error: no more than was looked at."""
+        if self.not_checked:
+            return "nothing is wrong as far as it was checked" + (", and what is odd is above" if self.warnings else "")
+        return "nothing is wrong, and what is odd is above" if self.warnings else "the configuration is fine"
 
 
 def _without_file(finding: Finding) -> str:

@@ -5,10 +5,13 @@ Answers with one CheckReport as a line of JSON. Loads no weights, asks nothing o
 
 import os
 import sys
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.constants import HF_HUB_CACHE
 from pydantic import ValidationError
 
 from worker.check_data import DataFindings, look_at_data
@@ -46,7 +49,33 @@ def look(config: Config, base: Path) -> CheckReport:
     model, of_model = look_at_model(config, tokenizer, base)
     errors = [one.message for one in of_model if one.level == "error"]
     found = [one for one in found if not any(error in one.message for error in errors)]  # it reads config.json too
+    found += _unlikely_names(config, base)
     return CheckReport(found=(*found, *data.found, *of_model), data=data.look, model=model)
+
+
+def _unlikely_names(config: Config, base: Path) -> Iterator[Found]:
+    """Words for model and tokenizer that are no folder here, and of the hub only if nobody has fetched them yet."""
+    for key, name in {"model.path": config.model.path, "data.tokenizer": config.data.tokenizer}.items():
+        if not name or "/" in name or name == "bytes" or (base / name).is_dir():
+            continue
+        if (Path(HF_HUB_CACHE) / f"models--{name}").is_dir():
+            continue
+        near = get_close_matches(name, _folders(base), 1)
+        yield Found(
+            level="warning",
+            key=key,
+            message=f"{name!r} is taken for a name of the hub",
+            evidence=f"{base} has no folder {name!r}, and the hub's cache here has no model of that name",
+            mend=f"did you mean ./{near[0]}?" if near else "if it is a folder, write where it is, with a / in it",
+        )
+
+
+def _folders(base: Path) -> list[str]:
+    """Names of the folders in ``base``; none where it may not be read."""
+    try:
+        return [path.name for path in base.iterdir() if path.is_dir()]
+    except OSError:
+        return []
 
 
 def _tokenizer(config: Config, base: Path, found: list[Found]) -> Any:

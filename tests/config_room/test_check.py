@@ -1,6 +1,7 @@
 """check: the batch text and the scheduler's word, before anything is spent and without leaving anything."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def test_a_good_configuration_shows_its_batch_text_and_leaves_nothing(folder: Pa
     assert "#SBATCH --time=30\n" in result.sbatch
     assert "#SBATCH --exclusive\n" in result.sbatch
     assert f"#SBATCH --output={folder}/runs/small/jobs/" in result.sbatch
-    assert result.as_text().endswith("the configuration is fine")
+    assert result.not_checked
+    assert result.as_text().endswith("\nnothing is wrong as far as it was checked")
+    assert replace(result, not_checked=()).as_text().endswith("\nthe configuration is fine")
     assert sorted(path.name for path in folder.iterdir()) == ["small.yaml", "words.txt"]
 
 

@@ -225,13 +225,24 @@ def test_data_of_the_hub_is_not_checked(folder: Path, monkeypatch: pytest.Monkey
     assert found(report, "error") == []
 
 
-@pytest.mark.parametrize("model", ["org/never-here", "gone"])
-def test_a_model_of_the_hub_is_not_checked_and_nobody_is_asked(folder: Path, model: str) -> None:
+@pytest.mark.parametrize(("model", "mend"), [("org/never-here", []), ("modell", ["did you mean ./model?"])])
+def test_a_model_of_the_hub_is_not_checked_and_nobody_is_asked(folder: Path, model: str, mend: list[str]) -> None:
     config = wanted(folder, tokenizer="bytes")
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     report = look(config, folder)
-    assert {one.level for one in report.found} == {"not checked"}
+    assert {one.level for one in report.found} - {"warning"} == {"not checked"}
+    assert [one.mend for one in found(report, "warning")] == mend
     assert report.model is None
+
+
+def test_a_tokenizer_that_the_hub_s_cache_has_is_no_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned() -> list[str]:
+        return [one.key for one in found(look(wanted(folder, tokenizer="gpt0"), folder), "warning")]
+
+    assert warned() == ["data.tokenizer"]
+    (folder / "hub" / "models--gpt0").mkdir(parents=True)
+    monkeypatch.setattr("worker.check.HF_HUB_CACHE", str(folder / "hub"))
+    assert warned() == []
 
 
 # -- memory, against what is really there ------------------------------------------------------------------------------
