@@ -1,7 +1,7 @@
 """The next attempt of a run: from which checkpoint, at which rate, in which job.  Pure."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from slurm.job import JobState
 from supervisor.decision import Begin, Cancel, Decision, GiveUp, Wait
@@ -17,6 +17,8 @@ from worker.contract.manifest import Manifest
 from worker.contract.recovery_config import CheckpointConfig, RecoveryConfig
 from worker.contract.run_dir import checkpoint_name
 
+_MOST_TOLD: Final = 3
+"""Damaged checkpoints in one reason."""
 _QUEUED = (JobState.PENDING, JobState.HELD, JobState.CONFIGURING, JobState.REQUEUED)
 
 
@@ -113,10 +115,17 @@ def lost_nodes(run: RunState, seen: Observation) -> list[str]:
 
 
 def plan_attempt(
-    run: RunState, seen: Observation, cause: Cause, start: Manifest | None, scale: float, reason: str
+    run: RunState,
+    seen: Observation,
+    cause: Cause,
+    start: Manifest | None,
+    scale: float,
+    reason: str,
+    until: int | None = None,
 ) -> AttemptDecided:
     """The next attempt from ``start`` (None = from scratch), with what that repeats and what it quarantines.
 
+    ``until`` is the newest step that would have done (None = any): what is damaged in between is told in the reason.
     In a new job; batches left out, an accepted level, the way back to the full rate and moments that were dropped stay
     as they are.
     """
@@ -135,8 +144,16 @@ def plan_attempt(
         quarantine=tuple(checkpoint_name(m.step) for m in seen.manifests if m.step > step),
         where="new_job",
         cost=Cost(steps_repeated=max(0, last_step(seen) - step)),
-        reason=reason,
+        reason=reason + _passed_over(seen, step, until),
     )
+
+
+def _passed_over(seen: Observation, step: int, until: int | None) -> str:
+    """What is to be said of damaged checkpoints after ``step``, the newest first; empty where there is none."""
+    damaged = [each for each in sorted(seen.unusable, reverse=True) if step < each and (until is None or each <= until)]
+    told = [f"; {checkpoint_name(each)} is passed over: {seen.unusable[each]}" for each in damaged[:_MOST_TOLD]]
+    more = f"; and {len(damaged) - _MOST_TOLD} more" if len(damaged) > _MOST_TOLD else ""
+    return "".join(told) + more
 
 
 def fresh_moments(rules: Rules, step: int) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class Observation:
     """Which global batches the steps of the surviving branch were trained on."""
     manifests: Sequence[Manifest] = ()
     """Complete checkpoints, ascending by step."""
+    unusable: Mapping[int, str] = field(default_factory=dict)
+    """Why each of the others may not be begun from, ascending by step."""
     request: Request | None = None
     has_stop_file: bool = False
     """Whether a person has left a file STOP in the run's folder."""
@@ -101,6 +103,7 @@ class Observer:
         pulses = newest_pulses(self.run_dir, run.attempt, {0, *odd_ranks})
         is_running = job is not None and job.state is JobState.RUNNING and claim is not None and not reports
         sign = (run.attempt, claim, pulses.get(0)) if is_running else object()  # which is like no other
+        manifests, unusable = self._checkpoints()
         return Observation(
             now=now,
             job=job,
@@ -112,7 +115,8 @@ class Observer:
             started_segments=started,
             branch=tuple(self._branch),
             trail=tuple(self._trail),
-            manifests=self._complete(),
+            manifests=manifests,
+            unusable=unusable,
             request=read_request(self.run_dir.request),
             has_stop_file=is_left(self.run_dir.stop_file),
             save_s=max(self._saves_s, default=None),
@@ -145,17 +149,25 @@ class Observer:
         self._branch.append(record)
         extend(self._trail, record.step, record.data)
 
-    def _complete(self) -> tuple[Manifest, ...]:
+    def _checkpoints(self) -> tuple[tuple[Manifest, ...], dict[int, str]]:
+        """Those that are complete, and why each of the others is not."""
         found: dict[tuple[int, int], Manifest] = {}
+        unusable: dict[int, str] = {}
         for step in self.run_dir.checkpoint_steps():
             folder = self.run_dir.checkpoint(step)
             try:
                 key = (step, (folder / MANIFEST).stat().st_mtime_ns)
                 found[key] = self._manifests.get(key) or complete_manifest(folder)
-            except (OSError, UnusableCheckpointError):
+            except FileNotFoundError:
+                unusable[step] = "it has no manifest"
                 continue
+            except (OSError, UnusableCheckpointError) as error:
+                unusable[step] = str(error)
+                continue
+            if found[key].step != step:
+                unusable[step] = f"its manifest is that of step {found[key].step}"
         self._manifests = found
-        return tuple(manifest for (step, _), manifest in found.items() if manifest.step == step)
+        return tuple(each for (step, _), each in found.items() if step not in unusable), unusable
 
 
 def _claim(run_dir: RunDir, attempt: int) -> Claim | None:

@@ -17,7 +17,7 @@ def roll_back_as_asked(run: RunState, seen: Observation, rules: Rules, asked: Ro
     reason = asked.reason + (
         f"; checkpoint-{asked.to} is gone meanwhile, the next older one is taken" if is_gone else ""
     )
-    plan = plan_attempt(run, seen, "rollback", start, scale, reason)
+    plan = plan_attempt(run, seen, "rollback", start, scale, reason, asked.to)
     plan = plan.model_copy(update={"rollback": _rollback(seen, plan)})
     if asked.lr_scale is not None:
         plan = plan.model_copy(update={"lr_ramp": ramp_from(rules, scale, plan.resume_step)})

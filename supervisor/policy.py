@@ -102,7 +102,8 @@ def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: Worker
     if not older:
         return GiveUp(f"no older checkpoint is left to try: {message}", error=message)
     reason = f"checkpoint-{run.plan.resume_step} does not restore ({message}): the next older one, at the same rate"
-    return begin(run, seen, rules, plan_attempt(run, seen, "refused", older[-1], run_scale(run), reason))
+    plan = plan_attempt(run, seen, "refused", older[-1], run_scale(run), reason, run.plan.resume_step - 1)
+    return begin(run, seen, rules, plan)
 
 
 def _answer_crash(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:

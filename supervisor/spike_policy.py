@@ -63,7 +63,7 @@ def _plan(run: RunState, seen: Observation, rules: Rules, verdict: VerdictSeen, 
     start = _manifest(seen, answer.target)
     place = checkpoint_name(answer.target.step) if start is not None else "scratch"
     reason = f"{verdict.reason}; back to {place} at {answer.scale:g} of the rate: {answer.why}"
-    plan = plan_attempt(run, seen, _cause(verdict, answer), start, answer.scale, reason)
+    plan = plan_attempt(run, seen, _cause(verdict, answer), start, answer.scale, reason, verdict.onset_step - 1)
     rollback = Rollback(
         kind=verdict.kind,
         verdict_step=verdict.step,

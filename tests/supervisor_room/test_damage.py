@@ -99,6 +99,47 @@ def test_a_request_that_nobody_understands_is_removed_and_told(stage: Stage, con
     assert stage.state == "training"
 
 
+def crash(stage: Stage) -> str:
+    """The worker crashes and its job is over; why the next attempt begins where it does."""
+    stage.leave(Outcome.CRASHED, error=ErrorDetail(type="E", message="m"))
+    stage.settle()
+    return stage.directive.reason
+
+
+def test_a_torn_manifest_is_passed_over_and_the_reason_says_so(stage: Stage) -> None:
+    (stage.run_dir.checkpoint(20) / "MANIFEST.json").write_bytes(b'{"form')
+    reason = crash(stage)
+    assert stage.directive.resume_from == "checkpoint-10"
+    assert "; checkpoint-20 is passed over: its manifest is unusable (" in reason
+    assert "checkpoint-10 " not in reason
+
+
+def test_a_run_that_begins_again_because_every_checkpoint_is_damaged_says_which_and_why(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.train(55)
+    stage.settle()
+    for step in (10, 20, 30, 40):
+        (stage.run_dir.checkpoint(step) / "MANIFEST.json").unlink()
+    other = (stage.run_dir.checkpoint(50) / "MANIFEST.json").read_bytes().replace(b'"step": 50', b'"step": 60')
+    (stage.run_dir.checkpoint(50) / "MANIFEST.json").write_bytes(other)
+    reason = crash(stage)
+    assert stage.directive.resume_from is None
+    assert "; checkpoint-50 is passed over: its manifest is that of step 60" in reason
+    assert reason.endswith("; checkpoint-30 is passed over: it has no manifest; and 2 more")
+
+
+def test_a_damaged_checkpoint_after_the_onset_is_not_spoken_of(stage: Stage) -> None:
+    for step in (10, 20):
+        (stage.run_dir.checkpoint(step) / "MANIFEST.json").unlink()
+    stage.train(28, "spike", onset=15, loss=9.0)
+    stage.settle()
+    assert stage.directive.resume_from is None
+    assert "checkpoint-10 is passed over" in stage.directive.reason
+    assert "checkpoint-20" not in stage.directive.reason
+
+
 def test_a_history_that_this_version_cannot_read_is_waited_for(stage: Stage) -> None:
     before = stage.run_dir.history.read_bytes()
     stage.run_dir.history.write_bytes(before.replace(b'"verdict": "ok"', b'"verdict": "odd"'))

@@ -11,7 +11,7 @@ from tests.supervisor_room.stage import Stage
 from worker.contract.directive import SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import publish_message
-from worker.contract.manifest import MANIFEST
+from worker.contract.manifest import MANIFEST, complete_checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_within_the_first_steps_it_begins_from_finite_weights_or_from_scratch(tm
     stage = laid_out(tmp_path)
     stage.train(10)
     path = stage.run_dir.checkpoint(10) / MANIFEST
-    [broken] = [each for each in stage.watched.observer._complete() if each.step == 10]
+    [broken] = [each for each in complete_checkpoints(stage.run_dir) if each.step == 10]
     publish_message(path, broken.model_copy(update={"weights_finite": False}))
     stage.spike(13, onset=12)
     assert answers(stage) == [(None, 0.5)]
