@@ -24,9 +24,10 @@ OVERRIDE = "--set"
 _EXTENDS = "extends"
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), else_max_steps: int | None = None) -> Config:
     """The resolved configuration of ``path`` with ``KEY=VALUE`` overrides; its paths are absolute and exist.
 
+    ``else_max_steps``: the number of steps where neither steps nor epochs are given.
     A name alone that is not here is looked for among the shipped ones: ``demo.yaml`` works without a checkout.
     ConfigError, with everything that was found wrong, where there is no such configuration.
     """
@@ -35,6 +36,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         config = Config.model_validate(merged.values)
     except ValidationError as error:
         raise merged.error(problems_of(error, merged.values)) from None
+    if config.training.max_steps is None and config.training.epochs is None:
+        training = config.training.model_copy(update={"max_steps": else_max_steps})
+        config = config.model_copy(update={"training": training})
     problems = [*contradictions(config), *missing_paths(config)]
     if problems:
         raise merged.error(problems)

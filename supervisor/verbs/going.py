@@ -75,12 +75,13 @@ def submit(args: argparse.Namespace) -> int:
 
 def adopt(args: argparse.Namespace) -> int:
     """Make a run out of a Hugging Face output folder that was trained without us; nothing of it changes."""
-    from supervisor.adopt import NOT_PROVEN
+    from supervisor.adopt import NOT_PROVEN, look_through
     from supervisor.adopt import adopt as take_over
     from supervisor.sbatch_file import read_sbatch
 
     overrides, left_out = read_sbatch(args.sbatch) if args.sbatch is not None else ([], [])
-    adopted = take_over(args.folder, load_config(args.config, [*overrides, *args.set]))
+    found, _ = look_through(args.folder)
+    adopted = take_over(args.folder, load_config(args.config, [*overrides, *args.set], found[-1].max_steps))
     path, steps = adopted.run_dir.path, ", ".join(map(str, adopted.steps))
     lines = [
         f"{path.name}: has the checkpoints of {args.folder} at step {steps}, and goes on from the last of them",

@@ -153,7 +153,7 @@ def test_a_persons_own_options_land_in_cluster(tmp_path: Path, capsys: pytest.Ca
     )
     theirs = write_theirs(tmp_path / "out", 40)
     (tmp_path / "text.txt").write_text("text " * 100)
-    fields = ours(tmp_path).model_dump(mode="json")
+    fields = ours(tmp_path, training={"max_steps": None}).model_dump(mode="json")
     wanted = {key: fields[key] for key in ("run", "training", "checkpoint", "model")} | {"cluster": {"qos": "high"}}
     wanted["data"] = {"train": str(tmp_path / "text.txt"), "tokenizer": "bytes"}
     (tmp_path / "c.yaml").write_text(format_yaml(wanted))
@@ -162,7 +162,9 @@ def test_a_persons_own_options_land_in_cluster(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "not proven when it goes on: the loss of its weights" in said
     assert f"--job-name of {script} is left out" in said
-    cluster = contract_config.read(tmp_path / "runs" / "r" / "config.yaml").cluster
+    made = contract_config.read(tmp_path / "runs" / "r" / "config.yaml")
+    assert made.training.max_steps == 100, "the folder's own, where the configuration says nothing"
+    cluster = made.cluster
     assert (cluster.partition, cluster.account, cluster.qos, cluster.time_limit) == ("gpu", "proj", "high", "1:00:00")
     assert (cluster.nodes, cluster.tasks_per_node, cluster.gpus_per_node, cluster.gres) == (2, 2, 4, "gpu:a100:4")
     assert cluster.sbatch == {"exclusive": True}
