@@ -262,7 +262,7 @@ def diagnose(evidence: Evidence) -> list[Diagnosis]:
     """Everything that is known of what went wrong, the most telling first; a healthy run is called healthy."""
     troubles = [*_asked(SPECIFIC, evidence), *_of_verdicts(evidence), *_asked(SHAPES, evidence)]
     harmless = list(_asked(HARMLESS, evidence))
-    return [*troubles, *harmless] if troubles else [_healthy(evidence), *harmless]
+    return [*troubles, *harmless] if troubles else [_healthy(evidence, is_alone=not harmless), *harmless]
 
 
 def explain(evidence: Evidence, attempt: int) -> Diagnosis | None:
@@ -303,7 +303,7 @@ def _are_at_one_batch(one: Incident, later: Incident) -> bool:
     return bool(at_the_same_batch(later)) and are_near(one.batches[:1], later.batches[:1])
 
 
-def _healthy(evidence: Evidence) -> Diagnosis:
+def _healthy(evidence: Evidence, *, is_alone: bool) -> Diagnosis:
     branch = evidence.branch
     if not branch:
         return Diagnosis(
@@ -312,7 +312,9 @@ def _healthy(evidence: Evidence) -> Diagnosis:
         )  # fmt: skip
     losses = [record.loss for record in branch if record.loss is not None]
     fell = f", loss {losses[0]:.4g} at first and {losses[-1]:.4g} now" if losses else ""
+    sound = "nothing is wrong" if len(branch) >= 100 else "nothing is wrong so far"
+    told = sound if is_alone else "it learns as it should, but for what costs time or only looks bad"
     return Diagnosis(
-        symptom="healthy", cause="nothing is wrong", confidence="sure" if len(branch) >= 100 else "likely",
+        symptom="healthy", cause=told, confidence="sure",
         evidence=(f"{len(branch)} steps without a verdict{fell}",), next="nothing",
     )  # fmt: skip

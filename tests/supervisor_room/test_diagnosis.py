@@ -177,6 +177,8 @@ def test_each_history_is_known_by_its_symptom_and_no_other(symptom: str) -> None
     found = symptoms(HISTORIES[symptom]())
     is_harmless = symptom in {row.symptom for row in HARMLESS}
     assert found == (["healthy", symptom] if is_harmless else [symptom])
+    told = diagnose(HISTORIES[symptom]())
+    assert len(told) == 1 or not any("nothing is wrong" in one.cause for one in told)
 
 
 def test_every_row_of_the_table_has_its_history() -> None:
