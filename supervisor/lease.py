@@ -18,7 +18,7 @@ from typing import Final
 import filelock
 
 from worker.contract.claim import start_ticks
-from worker.contract.files import Message, UnusableFileError, publish_message, read_message
+from worker.contract.files import Message, UnusableFileError, publish_message, read_message, refuse_what_is_no_file
 from worker.contract.run_dir import RunDir
 
 BEAT_EVERY_S: Final = 10.0
@@ -124,12 +124,14 @@ def take_lease(
     patience_s: float = DEAD_AFTER_S,
     own: OwnJob = NO_JOB,
 ) -> Lease:
-    """The run's lease, taken over from a holder that is dead; HeldError where one lives.
+    """The run's lease, taken over from a holder that is dead; HeldError where one lives, UnusableFileError where it
+    is a folder or a pipe.
 
     A holder on another host is watched for ``patience_s`` before it counts as dead. One that an earlier start of our
     ``own`` job left behind is not waited for: Slurm has given it up, with its node, and its next look makes it leave.
     SupersededError for such an earlier start itself, whoever holds the run.
     """
+    refuse_what_is_no_file(run_dir.lease)
     known = _read(run_dir)
     if known is not None and known.job_id == own.job_id and known.restart > own.restart:
         raise SupersededError(f"{run_dir.path}: job {own.job_id} was started again, and this start is no more")

@@ -8,7 +8,7 @@ from typing import TextIO
 from supervisor.lease import DEAD_AFTER_S, describe, is_gone, read_holder
 from supervisor.requests import Request
 from supervisor.run_state import RunState
-from supervisor.runs import RunError
+from supervisor.runs import RunError, refuse_spoilt
 from supervisor.supervise import carry_out_request, read_state
 from worker.contract.files import publish_message
 from worker.contract.manifest import complete_checkpoints
@@ -18,7 +18,11 @@ _LOOK_EVERY_S = 0.3
 
 
 def ask(run_dir: RunDir, request: Request, out: TextIO) -> RunState:
-    """Have ``request`` carried out, and say by whom; where the run stands then. HeldError as in ``take_lease``."""
+    """Have ``request`` carried out, and say by whom; where the run stands then. HeldError as in ``take_lease``.
+
+    UnusableFileError, and nothing asked, where the run's files are such that no supervisor could carry it out.
+    """
+    refuse_spoilt(run_dir)
     _wait_while_supervised(run_dir, lambda: not run_dir.request.exists())  # an earlier request has its turn first
     publish_message(run_dir.request, request)
     holder = read_holder(run_dir)

@@ -20,7 +20,7 @@ from supervisor.lease import is_gone, read_holder
 from supervisor.run_state import OVER, RunState, replay
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
-from worker.contract.files import UnusableFileError, append_line, encode, is_left
+from worker.contract.files import UnusableFileError, append_line, encode, is_left, refuse_what_is_no_file
 from worker.contract.loss_history import HistoryReader, Record, recent_records, surviving
 from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.rehearsal import Fault
@@ -180,6 +180,12 @@ def find_run(text: str, runs: Path) -> RunDir:
         if is_run(path):
             return RunDir(path.resolve())
     raise RunError(f"{text}: is no run folder, and there is no run of that name under {runs}")
+
+
+def refuse_spoilt(run_dir: RunDir) -> None:
+    """UnusableFileError where a folder, a pipe or a device has the name of a file that a supervisor needs."""
+    for path in run_dir.own_files:
+        refuse_what_is_no_file(path)
 
 
 def is_run(path: Path) -> bool:

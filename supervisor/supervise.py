@@ -19,7 +19,7 @@ from supervisor.notify import Notifier
 from supervisor.report.screen import Lines, Screen
 from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
-from supervisor.runs import changed_keys
+from supervisor.runs import changed_keys, refuse_spoilt
 from supervisor.views import ReportAtTheEnd
 from supervisor.watch import Watched, one_pass, seconds_between_passes, watch
 from worker.contract import config as contract_config
@@ -119,6 +119,7 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
 
     A run that was over goes on by ``config``, as ``open_or_create`` allowed it.
     """
+    refuse_spoilt(run_dir)
     lease = take_lease(run_dir)
     try:
         mend_journal(run_dir.journal)
@@ -135,6 +136,7 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
 
 
 def _begin(run_dir: RunDir, out: TextIO, own: OwnJob = NO_JOB) -> tuple[Watched, JobLooks, Lease]:
+    refuse_spoilt(run_dir)
     config = contract_config.read(run_dir.config)
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     lease = take_lease(run_dir, job_is_over=_is_over(scheduler), own=own)

@@ -16,7 +16,7 @@ from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
 from supervisor.requests import Request
-from supervisor.runs import RunError, find_run, open_or_create
+from supervisor.runs import RunError, find_run, open_or_create, refuse_spoilt
 from supervisor.supervise import own_job_name, read_state, reopen, supervise, supervise_once
 from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say
 from supervisor.views import show_milestones
@@ -118,6 +118,7 @@ def stop(args: argparse.Namespace) -> int:
     if read_state(run_dir).is_over:
         say(f"{run_dir.path.name} is over already")
         return OK
+    refuse_spoilt(run_dir)
     publish_message(run_dir.request, Request(verb="stop", by=getpass.getuser()))
     holder = read_holder(run_dir)
     if holder is not None and not is_gone(holder):

@@ -94,6 +94,25 @@ def test_readers_do_not_hang_or_fill_the_memory(
 
 
 @pytest.mark.usefixtures("_ends")
+@pytest.mark.parametrize("make", [pipe, Path.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("name", ["history", "lease", "directive", "request"])
+def test_who_would_supervise_refuses_them_in_one_line(
+    run: RunDir, name: str, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = getattr(run, name)
+    path.unlink(missing_ok=True)
+    make(path)
+    before = run.journal.read_bytes()
+    for verb, *options in (["pin", "10"], ["rollback", "--to", "10"], ["resume"], ["stop"]):
+        assert main([verb, str(run.path), *options]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{path}: is ")
+        assert "move it away" in line
+    assert name == "request" or not run.request.exists()
+    assert run.journal.read_bytes() == before
+
+
+@pytest.mark.usefixtures("_ends")
 @pytest.mark.parametrize("make", [pipe, endless], ids=lambda make: make.__name__)
 def test_detect_reads_regular_files_only(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "log.json")

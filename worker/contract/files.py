@@ -71,12 +71,27 @@ def open_data(path: Path) -> BinaryIO:
     A run's folder may be somebody else's: reading a pipe or a device there might never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
-    raise UnusableFileError(path, f"{what}; move it away, a file of the run has this name")
+    try:
+        _refuse_other_kinds(path, os.fstat(descriptor).st_mode)
+    except UnusableFileError:
+        os.close(descriptor)
+        raise
+    return open(descriptor, "rb")
+
+
+def refuse_what_is_no_file(path: Path) -> None:
+    """UnusableFileError where something else than a regular file has this name; nothing is opened."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    _refuse_other_kinds(path, mode)
+
+
+def _refuse_other_kinds(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+        raise UnusableFileError(path, f"{what}; move it away, a file of the run has this name")
 
 
 def read_data(path: Path) -> bytes:

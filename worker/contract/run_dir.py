@@ -59,6 +59,11 @@ class RunDir:
     def lease(self) -> Path:
         return self.path / "lease.json"
 
+    @property
+    def own_files(self) -> tuple[Path, ...]:
+        """What a supervisor reads and writes at each pass."""
+        return self.lease, self.directive, self.request, self.history, self.journal
+
     @cached_property
     def lease_lock(self) -> Path:
         return self.path / "lease.lock"
