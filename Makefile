@@ -33,9 +33,9 @@ slurm:
 views:
 	@sh tests/install_views.sh
 
-# Two processes share the tests; those of the one Slurm cluster stay in one of them.
+# Two processes share the tests, file by file; each has a Slurm cluster of its own.
 test: .venv/ready slurm views
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 exact: .venv/ready
 	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest --numprocesses 2 \

@@ -62,10 +62,3 @@ def on_slurm(slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster
     """The cluster, with SLURM_CONF set for this test."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.conf))
     return slurm_cluster
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two processes share the tests: those of the one cluster stay together, as do those of a file."""
-    for item in items:
-        uses = getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("cluster" if "slurm_cluster" in uses else item.path.name))
