@@ -41,8 +41,14 @@ def never_began(run_dir: RunDir, events: Sequence[Event]) -> NeverBegan | None:
 
 
 def _dated(paths: Iterable[Path]) -> list[tuple[float, Path]]:
-    """When each was last written, UTC seconds."""
-    return [(path.lstat().st_mtime, path) for path in paths]
+    """When each was last written, UTC seconds; without those that are gone, or closed to us."""
+    found = []
+    for path in paths:
+        try:
+            found.append((path.lstat().st_mtime, path))
+        except OSError:
+            continue
+    return found
 
 
 def _last_line(path: Path) -> str:
