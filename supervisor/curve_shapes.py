@@ -26,6 +26,8 @@ _UNKNOWN_UNIFORM: Final = 10.4
 """ln(32,000), where the vocabulary's size is the model's."""
 _REBOUND: Final = 1.15
 """Times the best level; at 1.25 it is a verdict."""
+_OF_THE_FALL: Final = 0.01
+"""Less than this share of what the loss has fallen since the beginning is how a loss near zero wavers."""
 _NOT_MINIMISED: Final = 0.02
 """A loss that starts so near zero, as a policy gradient's does, says nothing of what is learned."""
 _NEARLY_NEW: Final = 0.5
@@ -167,7 +169,8 @@ def rebound(evidence: Evidence) -> Says:
     span = max(_LONG, len(losses) // 10)  # a level of few noisy losses is low by chance
     levels = [median_of(losses[at : at + span]) or math.inf for at in range(0, len(losses) - span + 1, _FEW)]
     best, now = min(levels), levels[-1]
-    if best <= 0 or now < best * _REBOUND:
+    fallen = (median_of(losses[:_FEW]) or 0.0) - best
+    if best <= 0 or now < best * _REBOUND or now - best < _OF_THE_FALL * fallen:
         return ()
     at = [record for record in evidence.branch if record.loss is not None][levels.index(best) * _FEW].step
     return (

@@ -278,6 +278,11 @@ AGAIN = (CALM, spike(401, 403), steps(391, 400, 2, start("checkpoint-390"), lr=5
             "stuck high",
         ),
         ("low and flat", of(steps(1, 300, begun=FRESH, loss=1.2)), "stuck high"),
+        (
+            "a wavering near zero",
+            of(steps(1, 30, begun=FRESH, loss=5.6), steps(31, 400, loss=0.0093), steps(401, 800, loss=0.0108)),
+            "a rebound",
+        ),
         ("noise", of(steps(1, 800, begun=FRESH, loss=lambda s: 2.0 + 0.3 * (s % 7) / 7)), "a rebound"),
         (
             "a step that waited once",
