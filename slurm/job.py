@@ -259,6 +259,11 @@ class JobRequest:
             _refuse_control(value)
         _check_folder(self.folder)
 
+    @property
+    def environment_file(self) -> Path:
+        """Where the values of its environment are: a batch text, or a command line, is seen by others."""
+        return self.folder / f"{self.name}.env"
+
     def flags(self) -> dict[str, object]:
         """Every sbatch option of this job but those that name its log files."""
         exclude = ",".join(part for part in (self.resources.exclude, *self.exclude_nodes) if part)

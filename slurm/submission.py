@@ -38,7 +38,7 @@ def preamble(job: JobRequest) -> list[str]:
     """Shell lines before the job's program: its environment, the person's set-up, and where our package is."""
     resources = job.resources
     lines = [_private_or_exit(job.folder)]
-    lines += [f". {shlex.quote(str(_environment_file(job)))}"] if resources.environment else []
+    lines += [f". {shlex.quote(str(job.environment_file))}"] if resources.environment else []
     lines += [*resources.setup, "export PYTHONSAFEPATH=1"]
     root = package_root()
     if root is not None:
@@ -46,17 +46,12 @@ def preamble(job: JobRequest) -> list[str]:
     return lines
 
 
-def _environment_file(job: JobRequest) -> Path:
-    """Where the values of the job's environment are: a batch text, or a command line, is seen by others."""
-    return job.folder / f"{job.name}.env"
-
-
 def _publish_environment(job: JobRequest) -> None:
     lines = [f"export {name}={shlex.quote(str(value))}\n" for name, value in job.resources.environment.items()]
-    staged = _environment_file(job).with_suffix(f".{os.getpid()}")
+    staged = job.environment_file.with_suffix(f".{os.getpid()}")
     with open(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.writelines(lines)
-    staged.replace(_environment_file(job))
+    staged.replace(job.environment_file)
 
 
 def _private_or_exit(folder: Path) -> str:

@@ -46,7 +46,7 @@ def told_by_job(
 ) -> Iterator[AnyLine]:  # fmt: skip
     """What a job tells, from its submission on, into the file that its last argument names.
 
-    The job ends with this generator, whatever ends it, and the file is removed.
+    The job ends with this generator, whatever ends it, and its files are removed.
     """
     out = Path(job.args[-1])
     job_id = scheduler.submit(job)
@@ -54,7 +54,8 @@ def told_by_job(
         yield from _follow(out, job, job_id, scheduler, kind, clock, sleep)
     finally:
         scheduler.cancel(job_id)
-        out.unlink(missing_ok=True)
+        for path in (out, job.environment_file):
+            path.unlink(missing_ok=True)
 
 
 def _follow(
