@@ -10,7 +10,7 @@ help:
 	@echo "make test   all tests, the ones on a real Slurm too"
 	@echo "make exact  every combination of what must survive an interruption to the bit (SEED=n draws other moments)"
 	@echo "make chaos  training runs under faults at random times on a real Slurm (SEED=n, COUNT=n faults, four a run)"
-	@echo "make bench  what training, saving, relaunching and supervising cost on this machine, in under twenty minutes"
+	@echo "make bench  what training, saving, recovering and supervising cost on this machine (20 minutes), into docs/benchmarks.md"
 	@echo "make bench-long  fifty tiny runs that the detector is scored on, and thirty that fail without it or with it"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 
@@ -50,16 +50,9 @@ chaos: .venv/ready slurm
 pictures: .venv/ready views
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.pictures
 
-# The tables of docs/benchmarks.md, one after the other: beside each other they would measure each other.
-bench: export HF_HUB_OFFLINE := 1
+# Writes the tables of docs/benchmarks.md, one after the other: beside each other they would measure each other.
 bench: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
-	$(BIN)/python -m benchmarks.history
-	$(BIN)/python -m benchmarks.checkpoint
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.saves --turns 1 --saves 3 --every 12 --tokens 8
-	$(BIN)/python -m benchmarks.relaunch --relaunches 3
-	$(BIN)/python -m benchmarks.supervisor --seconds 40 --settle 45
-	$(BIN)/python -m benchmarks.goodput --seeds 1
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.page
 
 # An hour: trains the runs of docs/detector.md anew, with other seeds where SHIFT=n says so, and scores all rules; then
 # the runs that fail of docs/benchmarks.md.

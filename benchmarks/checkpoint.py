@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback
 
-from benchmarks.heading import heading
+from benchmarks.heading import heading, met
 from worker.attach import attach
 from worker.attached import Context
 from worker.checkpoints import make_durable
@@ -42,6 +42,8 @@ from worker.start import Start
 JOB = "1"
 LOG_EVERY = 50
 PLAIN, OURS = "plain Trainer", "higgsfield"
+NOISE = 0.05
+"""What the same save or resume differs by from one time to the next, on a quiet machine."""
 
 
 class ReachedError(Exception):
@@ -260,8 +262,11 @@ def shown(cases: list[Case], told: argparse.Namespace, parameters: int) -> str:
         base = first.setdefault(case.name, case)
         if case is not base:
             pairs = ((base.durable_s, case.durable_s), (base.resume_s, case.resume_s))
-            ratios = "".join(f"{paired_ratio(*pair):>10.2f}" for pair in pairs)
-            lines.append(f"{case.name:16}{f'{case.step} / {base.step}':>18}{ratios}")
+            ratios = [paired_ratio(*pair) for pair in pairs]
+            row = f"{case.name:16}{f'{case.step} / {base.step}':>18}{ratios[0]:>10.2f}{ratios[1]:>10.2f}"
+            if case.name == OURS and case.step > base.step:
+                row += f"   equal, within {NOISE:.0%}: {met(max(ratios) <= 1 + NOISE)}"
+            lines.append(row)
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ Beside it a script that Slurm requeues, and one that a person starts again.  Not
 """
 
 import argparse
-import datetime
 import math
 import random
 import statistics
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from benchmarks.heading import heading
 from slurm.job import JobState, JobStatus
 from supervisor.attempts import rules_of
 from supervisor.decision import Begin, Cancel, Decision, Exclude, Finish, GiveUp, StartNow, Submit, Wait
@@ -427,7 +427,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--load-s", type=float, default=60.0, help="reading a checkpoint; an assumption")
     args = parser.parse_args(argv)
     costs, steps = Costs(save_s=args.save_s, load_s=args.load_s), round(args.days * 86_400 / STEP_S)
-    print(f"{datetime.date.today()}: {args.days:g} days of training, median of {args.seeds} seeds, {costs}\n")
+    print("\n".join(heading("goodput")))
+    print(f"figures    {args.days:g} days of training, median of {args.seeds} seeds, {costs}\n")
     print("| | nodes | higgsfield | sbatch --requeue | by hand |\n|---|---|---|---|---|")
     for scenario in SCENARIOS:
         for nodes in args.nodes:

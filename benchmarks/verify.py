@@ -7,18 +7,15 @@ and from the page cache. The two take turns, so that a machine that is busy else
 
 import argparse
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from worker.attached import versions
+from benchmarks.heading import heading
 from worker.checkpoints import digest_of
 
 WEIGHTS, MOMENTS = "model.safetensors", "optimizer.pt"
@@ -69,9 +66,9 @@ def main() -> None:
                     found = load(folder, verifies)
                     if again:  # the first round warms up
                         seconds.setdefault((source, verifies), []).append(found)
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {versions()}")
-    print(f"python -m benchmarks.verify {shlex.join(sys.argv[1:])}".rstrip())
-    print(f"{told.megabytes} MB, seconds (median of {told.repeats})\nfrom          load   verify, then load   ratio")
+    print("\n".join(heading("verify")))
+    print(f"figures    {told.megabytes} MB, seconds (median of {told.repeats})\n")
+    print("from          load   verify, then load   ratio")
     for source in ("disk", "page cache"):
         plain, checked = (statistics.median(seconds[source, verifies]) for verifies in (False, True))
         print(f"{source:<12} {plain:5.2f}   {checked:17.2f}   {checked / plain:5.2f}")

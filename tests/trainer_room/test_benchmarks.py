@@ -39,7 +39,8 @@ SCRIPTS = {
             *HEADED,
             "figures +median of 1, in seconds",
             *(rf"{name} +{step}{figures(3)}$" for step in (3, 60) for name in ("plain Trainer", "higgsfield")),
-            *(rf"{name} +60 / 3{figures(2)}$" for name in ("plain Trainer", "higgsfield")),
+            rf"plain Trainer +60 / 3{figures(2)}$",
+            rf"higgsfield +60 / 3{figures(2)} .*met$",
         ],
     ),
     "saves": (
@@ -50,13 +51,14 @@ SCRIPTS = {
     "supervisor": ("--runs 1 3 --seconds 1 --settle 1", [r"\| 1 \| \d+ MiB.* s \(", r"\| 3 \| \d+ MiB.* s \("]),
     "goodput": (
         "--days 0.1 --seeds 1 --nodes 1 2048",
-        [*[r"\| .* \| 1 \| .*%", r"\| .* \| 2048 \| .*%"] * 4, r"\| 1 \| .* min \|", r"\| 2048 \| .* min \|"],
+        [*HEADED, *[r"\| .* \| 1 \| .*%", r"\| .* \| 2048 \| .*%"] * 4, r"\| 1 \| .* min \|", r"\| 2048 \| .* min \|"],
     ),
+    "detectors": ("--first 2", [*HEADED, "2 curves", r"\| higgsfield, `robust` \| 0 .* \d+\.\d \|$", r"\| Lightning"]),
     "stability": (
         "--tiny --seeds 1 --cause 'hot rate' --only 'clipping and NaN stop' --only higgsfield",
         [r"\| hot rate \| clipping and NaN stop \|", r"\| hot rate \| higgsfield \| 1 of 1 \| .* \| 0 \|$"],
     ),
-    "verify": ("--megabytes 2 --repeats 1", [rf"disk{figures(3)}$", rf"page cache{figures(3)}$"]),
+    "verify": ("--megabytes 2 --repeats 1", [*HEADED, rf"disk{figures(3)}$", rf"page cache{figures(3)}$"]),
 }
 
 
