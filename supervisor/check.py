@@ -58,6 +58,7 @@ class CheckResult:
         lines = [self.sbatch.rstrip(), ""] if self.sbatch else []
         lines += [f"scheduler: {self.opinion}"] if self.opinion else []
         lines += [line for name in ("train", "eval") if self.data for line in _set_lines(name, self.data[name])]
+        lines += [_length_line(self.time)] if self.time else []
         lines += [_memory_line(self.memory)] if self.memory else []
         lines += [f"not checked: {_without_file(finding)}" for finding in self.not_checked]
         lines += [f"note: {_without_file(finding)}" for finding in self.notes]
@@ -82,6 +83,11 @@ def _memory_line(memory: dict[str, Any]) -> str:
     away = f"; {memory['main'] / 2**30:.3g} GiB in a node's main memory" if memory["main"] else ""
     size = f"{memory['parameters']:.3g} parameters, {memory['trained']:.3g} of them trained"
     return f"memory: {size}: {memory['device'] / 2**30:.3g} GiB a device ({told}){away}"
+
+
+def _length_line(time: dict[str, Any]) -> str:
+    epochs = "" if time["epochs"] is None else f", {time['epochs']:.3g} epochs of {time['samples']} samples"
+    return f"training: {time['steps']} steps, {time['global_batch']} samples each{epochs}"
 
 
 def _set_lines(name: str, looked: dict[str, Any] | None) -> Iterable[str]:
@@ -177,12 +183,14 @@ def _memory(facts: Facts) -> dict[str, Any] | None:
 
 def _time(facts: Facts) -> dict[str, Any] | None:
     """Steps, and how long they take; null where it is not known."""
-    step_s, steps = facts.step_s, facts.max_steps
+    step_s, steps, samples = facts.step_s, facts.max_steps, facts.samples
     if steps is None:
         return None
     hours = None if step_s is None else steps * step_s / 3600
     gpu_hours = None if hours is None else hours * facts.config.cluster.gpus
-    return {"steps": steps, "step_s": step_s, "hours": hours, "gpu_hours": gpu_hours}
+    epochs = steps * facts.global_batch / samples if samples else None
+    length = {"steps": steps, "global_batch": facts.global_batch, "samples": samples, "epochs": epochs}
+    return {**length, "step_s": step_s, "hours": hours, "gpu_hours": gpu_hours}
 
 
 def _ask(scheduler: Scheduler, job: JobRequest, file: str, key: str) -> tuple[str | None, list[Finding]]:

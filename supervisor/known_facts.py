@@ -98,10 +98,13 @@ def _the_only(kinds: Sequence[Hardware]) -> Device | None:
 
 
 def _memory(is_local: bool, kinds: Sequence[Hardware]) -> int | None:
-    """Bytes of a node: this one, or the smallest that the job may get."""
+    """Bytes of a node: this one, or the smallest that the job may get.
+
+    None where nobody told Slurm, which then has a node of one megabyte.
+    """
     if is_local:
         return _memory_here()
-    known = [kind.memory_bytes for kind in kinds if kind.memory_bytes is not None]
+    known = [kind.memory_bytes for kind in kinds if kind.memory_bytes is not None and kind.memory_bytes > 2**20]
     return min(known, default=None)
 
 

@@ -177,6 +177,16 @@ def _mend_of_memory(facts: Facts) -> str:
     return ", or ".join(way for way, is_open in ways if is_open)
 
 
+def batch_rule(facts: Facts) -> Iterator[Remark]:
+    """An optimizer step against all the data there is."""
+    samples, batch = facts.samples, facts.global_batch
+    if samples is not None and 0 < samples < batch:
+        message = "a step takes more samples than there are, and trains some of them more than once"
+        evidence = f"{batch} (batch size x gradient accumulation x ranks) of {samples}"
+        mend = f"make the three {samples} at most, or give more data"
+        yield Remark("warning", ("training", "batch_size"), message, evidence, mend)
+
+
 _ELSEWHERE: Final = "the disk of the machine that it is for is not seen from here"
 
 
@@ -242,7 +252,7 @@ def precision_rule(facts: Facts) -> Iterator[Remark]:
 
 
 RULES: Final[tuple[Callable[[Facts], Iterator[Remark]], ...]] = (
-    *(rate_rule, warmup_rule, save_rule, network_rule),
+    *(rate_rule, warmup_rule, batch_rule, save_rule, network_rule),
     *(memory_rule, disk_rule, time_rule, precision_rule),
 )
 

@@ -15,7 +15,7 @@ from supervisor.config import load_config, writer_of_keys
 from supervisor.config_findings import ConfigError
 from supervisor.runs import RunError
 from tests.fakes import FakeScheduler
-from worker.contract.check_report import CheckReport, Found
+from worker.contract.check_report import CheckReport, DataLook, Found, LookedAt
 
 
 def checked(*overrides: str) -> CheckResult:
@@ -87,6 +87,16 @@ def test_what_the_look_finds_is_told_with_the_file_that_wrote_it(folder: Path) -
     assert [str(found) for found in result.errors] == ["small.yaml: data.train: gone (here); mend it"]
 
 
+def test_the_length_of_the_run_is_told_in_steps_and_epochs(folder: Path) -> None:
+    data = DataLook(
+        train=LookedAt(documents=9, tokens=90, samples=1_000, left_out={}, lengths=None, duplicates=0, is_whole=True)
+    )
+    text = check(
+        load_config(Path("small.yaml"), ["training.batch_size=8"]), look=lambda config: CheckReport(data=data)
+    ).as_text()
+    assert "training: 10 steps, 8 samples each, 0.08 epochs of 1000 samples" in text.splitlines()
+
+
 def nodes(gres: str, features: str = "", megabytes: str = "1031000") -> str:
     return f"gpu*|{gres}|{features or '(null)'}|{megabytes}\n"
 
@@ -99,6 +109,7 @@ def nodes(gres: str, features: str = "", megabytes: str = "1031000") -> str:
         (nodes("gpu:a100:8") + nodes("gpu:v100:4", megabytes="384000+"), None, None, 375),
         (nodes("gpu:8", "a100") + nodes("gpu:4", "v100"), "a100", "A100", 1006),
         (nodes("gpu:a100:8").replace("gpu*", "other"), None, None, None),
+        (nodes("gpu:a100:8", megabytes="1"), None, "A100", None),
         ("garbage\n|||\n", None, None, None),
     ],
 )

@@ -82,6 +82,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
     ),
     "no warmup from scratch": ({"model__path": None, "model__config": {"model_type": "llama"},
         "training__schedule": {"warmup": 0.0}}, {}, "warmup", "adamw from scratch", "0.02"),
+    "a batch larger than the data": ({}, {"samples": 20}, "batch_size", "32 (batch size x", "the three 20 at most"),
     "saved too seldom": ({"checkpoint__every_steps": 2_000}, {}, "every_steps", "5000 steps; saved every 2000", "500"),
     "saved too often": ({"checkpoint__every_steps": 2}, {}, "every_steps",
         "of all time goes into saves", "set it to about"),
