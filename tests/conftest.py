@@ -19,6 +19,15 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no wron
 settings.load_profile("untimed")
 
 
+WAITING_ROOMS = ("whole_room", "slurm_room", "agent_room", "trainer_room")
+"""Their tests take long, most of it waiting; begun first, they have the short ones beside them to the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rooms = {room: place for place, room in enumerate(WAITING_ROOMS)}
+    items.sort(key=lambda item: rooms.get(item.path.parent.name, len(rooms)))
+
+
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """The session's zygote, which forks a real trainer in a fraction of a second."""
