@@ -40,7 +40,7 @@ from worker.segment import Segment
 from worker.shards import refuse_background, refuse_silent_fallback
 from worker.spikes import Detector
 from worker.staging import clear_staging
-from worker.tap import Measured, StepTap
+from worker.tap import Measured, StepTap, peak_memory_bytes
 from worker.wrap import wrap
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _take_over_files(attached: Attached, warnings: tuple[str, ...]) -> None:
     clear_staging(run, start.attempt, start.restart)
     begin_step = chosen.manifest.step if chosen else 0
     folder = run.checkpoint(begin_step) if chosen else None
-    attached.segment = Segment(run, start, begin_step, attached.files.check, folder, warnings)
+    attached.segment = Segment(run, start, begin_step, attached.files.recheck, folder, warnings)
 
 
 class StepsCallback(TrainerCallback):
@@ -244,7 +244,7 @@ class StepsCallback(TrainerCallback):
             epoch=measured.epoch,
             lr=measured.rate,
             loss_scale=measured.loss_scale,
-            peak_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            peak_memory_bytes=peak_memory_bytes(),
             tokens_per_s=measured.tokens_per_s,
             step_s=measured.step_s,
             data_wait_s=measured.data_wait_s,

@@ -27,10 +27,12 @@ def withhold(optimizer: Optimizer, grad_norm: torch.Tensor | float) -> None:
     """Make the coming ``optimizer.step()`` change nothing if the norm is not finite: neither weights nor moments.
 
     A fused optimizer is told on its device and nobody waits for the answer; from any other the gradients are taken.
+    Where the norm is at hand, a fused one that has nothing to withhold is not asked to look.
     """
     inner, norm = innermost(optimizer), _whole(grad_norm)
     if isinstance(norm, torch.Tensor) and _takes_found_inf(inner):
-        inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        is_plainly_finite = norm.device.type == "cpu" and math.isfinite(norm)
+        inner.found_inf = None if is_plainly_finite else (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
     elif not math.isfinite(norm):
         for group in inner.param_groups:
             for parameter in group["params"]:

@@ -4,10 +4,13 @@ A handler only sets a flag; every rank learns of it at the next step boundary, a
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import stat
+import time
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -46,6 +49,10 @@ class Ask(IntEnum):
         return "stop" if self is Ask.STOP_NOW else self.name.lower()
 
 
+_TIMES_LOOK = 99
+_LONGEST_REST_S = 1.0
+_LOOKS = 8
+
 Identity = tuple[int, int, int]
 
 _ASK_OF_SIGNAL = {signal.SIGTERM: Ask.PREEMPTED, signal.SIGUSR2: Ask.TIME_LIMIT}
@@ -70,9 +77,19 @@ class Signals:
 
 
 class RunFiles:
-    """Rank 0's look at the run directory before each step's record: directive, claim, STOP and SAVE."""
+    """Rank 0's look at the run directory before each step's record: directive, claim, STOP and SAVE.
 
-    def __init__(self, run: RunDir, directive: Directive, check_claim: Callable[[], None]) -> None:
+    Where the disk answers slowly it rests between two looks, so that they take a hundredth of the time, but for no more
+    than a second.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        directive: Directive,
+        check_claim: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``check_claim`` raises FencedError when the attempt's claim is another start's."""
         self.directive = directive
         self._attempt = directive.attempt
@@ -82,6 +99,9 @@ class RunFiles:
         self._seen: dict[Path, Identity] = {}
         self._answered_ns: int | None = None
         """When that SAVE was touched which was obeyed and may not be removed."""
+        self._clock = clock
+        self._took_s: deque[float] = deque(maxlen=_LOOKS)
+        self._looked_at = -math.inf
 
     def check(self) -> None:
         """Return while this attempt is the directive's and the claim its own; FencedError otherwise.
@@ -114,12 +134,32 @@ class RunFiles:
             return
         self._seen[self._directive] = identity
 
+    def recheck(self) -> None:
+        """The same, unless there was a look just now."""
+        if not self._rests():
+            self.check()
+
+    def _rests(self) -> bool:
+        """Whether the last look still counts. The quickest of some tells how long one takes: any may be held up."""
+        if len(self._took_s) < _LOOKS:
+            return False
+        return self._clock() - self._looked_at < min(_TIMES_LOOK * min(self._took_s), _LONGEST_REST_S)
+
     def look(self) -> Ask:
-        """What the files ask for."""
+        """What the files ask for; nothing while it rests."""
+        if self._rests():
+            return Ask.NOTHING
+        began = self._clock()
         try:
             self.check()
         except FencedError:
             return Ask.FENCED
+        asked = self._asked()
+        self._looked_at = self._clock()
+        self._took_s.append(self._looked_at - began)
+        return asked
+
+    def _asked(self) -> Ask:
         if self.directive.stop is not None:
             return Ask.STOP_NOW if self.directive.stop == "now" else Ask.STOP
         if is_left(self._stop):

@@ -21,6 +21,10 @@ class Judgement:
     warnings: tuple[str, ...] = ()
 
 
+OK: Final = Judgement("ok")
+"""What nearly every step says."""
+
+
 @dataclass
 class Streak:
     """Steps in a row of one kind."""
@@ -93,6 +97,8 @@ class AcceptedLevel:
 
 def worse(one: Judgement, other: Judgement) -> Judgement:
     """The graver of two judgements of one step, with the warnings of both."""
+    if other == OK:
+        return one
     graver = max(one, other, key=lambda said: GRAVITY.index(said.verdict))
     return Judgement(graver.verdict, graver.onset_step, graver.level, one.warnings + other.warnings)
 
@@ -101,7 +107,7 @@ def learned(losses: deque[float], loss: float) -> Judgement:
     """Take a loss that is within the band into the reference."""
     if math.isfinite(loss):
         losses.append(loss)
-        return Judgement("ok")
+        return OK
     return Judgement("ok", warnings=("an infinite loss with a finite gradient, before there is a level",))
 
 

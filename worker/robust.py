@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Final
 
 from worker.contract.recovery_config import SpikeConfig
-from worker.judgement import AcceptedLevel, Judgement, Streak, learned, median, middle_of, worse
+from worker.judgement import OK, AcceptedLevel, Judgement, Streak, learned, median, middle_of, worse
 
 FAR_SPREADS: Final = 5.0
 """Beyond the noise: nine losses of ten are within one spread above their level."""
@@ -64,7 +64,7 @@ class Rise:
         if best is None or self._recent_median(_FAST) <= self._band(best) / 2 + best.middle / 2:
             self.end()
             self._improve(level)
-            return Judgement("ok")
+            return OK
         self._high.extend(self._steps[0])
         self._is_open = self._is_open or self._recent_median(_FAST) > self._band(best)
         rules, far = self._rules, best.limit(self._rules.ratio - 1, FAR_SPREADS)
@@ -88,7 +88,7 @@ class Rise:
     def unknown(self) -> Judgement:
         """What is said of a loss that is not known."""
         if not self._is_open or self._best is None:
-            return Judgement("ok")
+            return OK
         return Judgement("suspect", self._high.first, self._best.middle)
 
     def end(self) -> None:
@@ -184,7 +184,7 @@ class Robust:
         return Judgement("spike" if self._above.is_due(self._rules.patience) else "pending", onset, level.middle)
 
     def unknown(self) -> Judgement:
-        said = Judgement("ok")
+        said = OK
         if self._above.first is not None:
             level = self._level()
             said = Judgement("pending", self._above.first, None if level is None else level.middle)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from worker.contract.loss_history import ACTED
 from worker.contract.recovery_config import SpikeConfig
-from worker.judgement import AcceptedLevel, Judgement, Rule, Streak, learned, median, worse
+from worker.judgement import OK, AcceptedLevel, Judgement, Rule, Streak, learned, median, worse
 from worker.robust import FAR_SPREADS, Robust, level_of
 from worker.watched import Watched
 
@@ -48,7 +48,7 @@ class MedianRatio:
 
     def unknown(self) -> Judgement:
         if self._above.first is None:
-            return Judgement("ok")
+            return OK
         return Judgement("pending", self._above.first, self._level())
 
     def _level(self) -> float | None:
@@ -164,7 +164,7 @@ class Detector:
         if math.isfinite(loss):
             self._recent.append(loss)
         if not self._loss_tells:
-            return Judgement("ok")
+            return OK
         return self._rule.judge(step, loss, has_witness=has_witness)
 
     def _judge_nonfinite(self, step: int) -> Judgement:

@@ -1,6 +1,8 @@
 """What one optimizer step was like, measured on a Trainer instance without waiting for its device."""
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +16,9 @@ from worker.interrupts import Ask
 from worker.judgement import GRAVITY, Judgement
 from worker.shards import whole
 from worker.wrap import wrap
+
+Number = torch.Tensor | float | None
+"""A scalar, on whatever device; None is not known."""
 
 
 class Later:
@@ -36,13 +41,24 @@ class Later:
         return numbers
 
 
+class Here:
+    """Numbers of the only rank that are at hand: no tensor is made of them."""
+
+    def __init__(self, row: Sequence[Number]) -> None:
+        self._row = row
+
+    def read(self) -> list[list[float]]:
+        """The numbers; those of tensors in single precision, as from any device."""
+        return [[_single(number) for number in self._row]]
+
+
 @dataclass(frozen=True)
 class Measured:
     """One finished step. ``rows`` holds every rank's loss, gradient norm, ask, own largest gradient and alarm."""
 
     step: int
     epoch: float
-    rows: Later
+    rows: Later | Here
     rate: float
     knows_norm: bool
     scaler_skipped: bool
@@ -117,7 +133,7 @@ class StepTap:
         measured = Measured(
             step=state.global_step,
             epoch=float(state.epoch or 0.0),
-            rows=Later(world.rows_of_all_ranks(self._row(ask, alarm))),
+            rows=_rows(self._row(ask, alarm), self._trainer.args.device),
             rate=self._rate,
             knows_norm=self._norm is not None,
             scaler_skipped=_fell(scale_before, self._scale),
@@ -134,12 +150,24 @@ class StepTap:
         """The fp16 scaler's scale; None where there is none."""
         return None if self._scaler is None else float(self._scaler.get_scale())
 
-    def _row(self, ask: Ask, alarm: Judgement) -> torch.Tensor:
-        device = self._trainer.args.device
+    def _row(self, ask: Ask, alarm: Judgement) -> tuple[Number, ...]:
         own_gradient = self._own_gradient.take()
         gravity = float(GRAVITY.index(alarm.verdict))
-        numbers = (self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient, gravity)
-        return torch.stack([_on_device(number, device) for number in numbers])
+        return self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient, gravity
+
+
+def _rows(row: Sequence[Number], device: torch.device) -> Later | Here:
+    """The rows of all ranks; nobody waits for a device."""
+    if device.type == "cpu" and not world.is_many():
+        return Here(row)
+    return Later(world.rows_of_all_ranks(torch.stack([_on_device(number, device) for number in row])))
+
+
+def _single(number: Number) -> float:
+    """A scalar that is at hand; what is not known is NaN."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().float().item()
+    return math.nan if number is None else number
 
 
 def _fell(before: float | None, now: float | None) -> bool:
@@ -150,7 +178,7 @@ def _fell(before: float | None, now: float | None) -> bool:
     return before is not None and now is not None and now < before
 
 
-def _on_device(number: torch.Tensor | float | None, device: torch.device) -> torch.Tensor:
+def _on_device(number: Number, device: torch.device) -> torch.Tensor:
     """A scalar on the device, only to be read. What is not known is NaN."""
     if isinstance(number, torch.Tensor):
         return number.detach().float().reshape(()).to(device)
@@ -161,3 +189,14 @@ def _on_device(number: torch.Tensor | float | None, device: torch.device) -> tor
 def _filled(number: float | None, device: torch.device) -> torch.Tensor:
     """Filled on the device, not copied to it, and kept: nearly every step says the same three."""
     return torch.full((), float("nan") if number is None else number, dtype=torch.float32, device=device)
+
+
+def peak_memory_bytes() -> int | None:
+    """The most that tensors took on this rank's GPU at once; None where there is none.
+
+    What ``torch.cuda.max_memory_allocated`` says, which sorts a hundred other numbers first.
+    """
+    if not torch.cuda.is_available():
+        return None
+    told: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict()
+    return int(told["allocated_bytes"]["all"]["peak"]) if told else 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.contract.loss_history import ACTED
 from worker.contract.recovery_config import SpikeConfig
-from worker.judgement import Judgement, worse
+from worker.judgement import OK, Judgement, worse
 from worker.robust import Robust
 
 
@@ -41,13 +41,13 @@ class Watched:
 
     def _judged(self, name: str, said: Judgement, value: float) -> Judgement:
         if said.verdict == "ok" or said.level is None:
-            return Judgement("ok")
+            return OK
         level = self._signs[name] * said.level
         return Judgement(said.verdict, said.onset_step, level, (f"{name} is {value:.6g}, its level was {level:.6g}",))
 
     def take_alarm(self) -> Judgement:
         """The gravest of what they said; a verdict is handed out once and is ``pending`` from then on."""
-        alarm = Judgement("ok")
+        alarm = OK
         for name, said in self._said.items():
             alarm = worse(alarm, said)
             if said.verdict in ACTED:

@@ -6,8 +6,10 @@ import math
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract_room.disks import fill, small_disk
-from worker.contract import loss_history
+from tests.waiting import eventually
+from worker.contract import syncs
 from worker.contract.claim import FencedError
 from worker.contract.files import UnusableFileError
 from worker.contract.loss_history import (
@@ -59,6 +62,29 @@ records = st.builds(
     warnings=st.one_of(st.none(), st.tuples(st.text(max_size=20))),
     start=st.one_of(st.none(), st.just(START)),
 )
+
+
+class AtOnce:
+    """A thread that is done before its starter goes on."""
+
+    def __init__(self, target: Callable[[], None], **kwargs: Any) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        self._target()
+
+    def join(self) -> None:
+        """It is done."""
+
+
+class AtItsEnd(AtOnce):
+    """A thread that gets to work only when somebody waits for it."""
+
+    def start(self) -> None:
+        """Not yet."""
+
+    def join(self) -> None:
+        self._target()
 
 
 def free() -> None:
@@ -336,7 +362,8 @@ class TestCost:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now, synced = [0.0], []
-        monkeypatch.setattr(loss_history.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(syncs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(syncs, "threading", SimpleNamespace(Thread=AtOnce))
         with HistoryWriter(folder / "loss_history.json", free) as writer:
             monkeypatch.setattr(os, "fsync", lambda _: synced.append(writer.last and writer.last.step))
             plan = [
@@ -352,6 +379,35 @@ class TestCost:
                 writer.append(one(step, verdict=verdict))
             writer.append(one(7, start=START))
         assert synced == [2, 4, 6, 7, 7]
+
+    def test_what_did_not_come_to_the_disk_is_told_at_the_next_record(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(descriptor: int) -> None:
+            raise OSError(errno.EIO, "the disk lost it")
+
+        writer = HistoryWriter(folder / "loss_history.json", free)
+        monkeypatch.setattr(writer._syncs, "_every_s", 0.0)
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="the disk lost it"):
+            eventually(lambda: writer.append(one((writer.last.step if writer.last else 0) + 1)))
+        monkeypatch.undo()
+        for _ in range(2):  # the system tells of it once, and this writer for ever
+            with pytest.raises(OSError, match="the disk lost it"):
+                writer.sync()
+        with pytest.raises(OSError, match="the disk lost it"):
+            writer.close()
+
+    def test_a_slow_disk_is_waited_for_by_the_next_sync(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        began: list[int] = []
+        monkeypatch.setattr(syncs, "threading", SimpleNamespace(Thread=AtItsEnd))
+        with HistoryWriter(folder / "loss_history.json", free) as writer:
+            monkeypatch.setattr(writer._syncs, "_every_s", 0.0)
+            monkeypatch.setattr(os, "fsync", lambda _: began.append(writer.last.step if writer.last else 0))
+            for step in (1, 2, 3):
+                writer.append(one(step))
+            assert began == [2, 3]
+        assert began == [2, 3, 3, 3]
 
     def test_a_full_disk_leaves_a_history_that_goes_on(self, tmp_path: Path) -> None:
         with small_disk(tmp_path / "disk") as disk:

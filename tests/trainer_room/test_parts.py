@@ -32,6 +32,7 @@ from worker.resume import choose, prove_probe
 from worker.segment import Segment, telling_records
 from worker.staging import clear_own_staging, clear_staging
 from worker.start import Start
+from worker.tap import peak_memory_bytes
 from worker.train import exit_code_of
 from worker.world import NoWorldError, interface_of, join_world, own_address, refuse_lonely_tasks
 
@@ -217,6 +218,16 @@ def test_a_devices_random_state_is_one_of_them(monkeypatch: pytest.MonkeyPatch) 
     assert random_digest() == before
 
 
+def test_the_peak_memory_is_the_one_that_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_memory_bytes() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert peak_memory_bytes() == torch.cuda.max_memory_allocated() == 0
+    told = {"allocated_bytes": {"all": {"peak": 7, "current": 3}}, "num_ooms": 0}
+    for module in (torch.cuda, torch.cuda.memory):
+        monkeypatch.setattr(module, "memory_stats_as_nested_dict", lambda device=None: told)
+    assert peak_memory_bytes() == torch.cuda.max_memory_allocated() == 7
+
+
 def test_a_loss_scale_never_begins_anew() -> None:
     prove_scaler(None, {"optimizer.pt"})
     prove_scaler(torch.amp.GradScaler("cpu"), {"optimizer.pt", "scaler.pt"})
@@ -283,6 +294,32 @@ def test_what_is_asked_by_files_is_seen_at_the_next_look(tmp_path: Path) -> None
     direct(run, stop="now", pinned=(4,))
     assert files.look() is Ask.STOP_NOW
     assert files.directive.pinned == (4,)
+
+
+def test_where_the_disk_answers_slowly_looks_take_a_hundredth_of_the_time(tmp_path: Path) -> None:
+    now, (run, files) = [0.0], files_of(tmp_path)
+    files._clock = lambda: now.append(now[-1] + 0.001) or now[-1]  # type: ignore[func-returns-value]
+    for _ in range(8):
+        assert files.look() is Ask.NOTHING
+    run.save_file.touch()
+    run.claim(1).unlink()
+    while files.look() is Ask.NOTHING:
+        files.recheck()
+        assert now[-1] < 0.2
+    assert now[-1] == pytest.approx(0.016 + 0.099, abs=0.003)
+    with pytest.raises(FencedError):
+        files.recheck()
+
+
+def test_a_look_that_was_held_up_makes_none_of_the_others_rarer(tmp_path: Path) -> None:
+    now, (run, files) = [0.0], files_of(tmp_path)
+    files._clock = lambda: now[0]
+    for _ in range(8):
+        now[0] += 0.001
+        assert files.look() is Ask.NOTHING
+    files._took_s.append(60.0)
+    run.stop_file.touch()
+    assert files.look() is Ask.STOP
 
 
 def test_a_folder_of_that_name_asks_for_nothing(tmp_path: Path) -> None:

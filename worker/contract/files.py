@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(", ", ": "))
 _LARGEST_BYTES: Final = 64 << 20
 """Of any file that is read whole: the journal of a run that lives for years has a tenth of it."""
 
@@ -38,7 +39,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 def encode(value: Any) -> str:
     """JSON on one line: ASCII, finite numbers only (ValueError otherwise)."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(", ", ": "))
+    return _ENCODER.encode(value)
 
 
 def publish(path: Path, text: str, mode: int = 0o666) -> None:
@@ -121,7 +122,7 @@ def read_message(path: Path, kind: type[AnyMessage]) -> AnyMessage | None:
 
 def is_left(path: Path) -> bool:
     """Whether somebody has left a file here, such as STOP or SAVE, of whatever kind; a folder asks for nothing."""
-    return path.exists() and not path.is_dir()
+    return os.path.lexists(path) and path.exists() and not path.is_dir()
 
 
 def remove_left(path: Path) -> None:

@@ -9,7 +9,6 @@ import errno
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from worker.contract.byte_lines import lines_from_end, written_length
 from worker.contract.claim import FencedError
 from worker.contract.directive import SkippedBatches
 from worker.contract.files import Message, UnusableFileError, encode, open_data, sync_folder
+from worker.contract.syncs import Syncs
 
 Verdict = Literal["ok", "skipped", "pending", "suspect", "spike", "divergence", "nonfinite"]
 ACTED: frozenset[Verdict] = frozenset({"spike", "divergence", "nonfinite"})
@@ -137,8 +137,7 @@ class Record(Message):
 def record(**fields: Any) -> Record:
     """A record whose non-finite numbers became null, each named in ``nonfinite``."""
     named = {name: _name_of(fields[name]) for name in _FINITE_OR_NAMED if _is_nonfinite(fields.get(name))}
-    finite = {name: None if name in named else value for name, value in fields.items()}
-    return Record(**finite, nonfinite=named)
+    return Record(**fields | dict.fromkeys(named), nonfinite=named)
 
 
 def _is_nonfinite(value: Any) -> bool:
@@ -317,7 +316,7 @@ class HistoryWriter:
         check()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self.end, self.last = _mend(path, self._descriptor)
-        self._synced_at = time.monotonic()
+        self._syncs = Syncs(self._descriptor, _SYNC_EVERY_S)
         sync_folder(path.parent)
 
     @property
@@ -326,7 +325,10 @@ class HistoryWriter:
         return self.last.segment + 1 if self.last else 1
 
     def append(self, new: Record) -> None:
-        """Add one record; on disk at once when it is not ``ok`` or begins a segment, else within 2 s."""
+        """Add one record; on disk at once when it is not ``ok`` or begins a segment, else within 2 s.
+
+        OSError also where an earlier one, made durable beside the writer, did not come to the disk.
+        """
         self._check()
         if os.fstat(self._descriptor).st_size != self.end + len(_TAIL):
             raise FencedError(f"{self.path} changed under its writer")
@@ -335,8 +337,10 @@ class HistoryWriter:
         self._write(line + _TAIL)
         self.end += len(line)
         self.last = new
-        if new.verdict != "ok" or new.start is not None or time.monotonic() - self._synced_at > _SYNC_EVERY_S:
+        if new.verdict != "ok" or new.start is not None:
             self.sync()
+        else:
+            self._syncs.soon()
 
     def _write(self, data: bytes) -> None:
         """Put ``data`` over the closing bracket; on a full disk the file stays as it was and OSError is raised."""
@@ -349,13 +353,14 @@ class HistoryWriter:
 
     def sync(self) -> None:
         """Make all records durable and visible to other hosts."""
-        os.fsync(self._descriptor)
-        self._synced_at = time.monotonic()
+        self._syncs.now()
 
     def close(self) -> None:
         """Sync and close; the writer is of no use afterwards."""
-        self.sync()
-        os.close(self._descriptor)
+        try:
+            self._syncs.end()
+        finally:
+            os.close(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -368,8 +373,10 @@ class HistoryWriter:
 
 def _as_json(one: Record) -> dict[str, Any]:
     """A record's fields; what every reader asks for is always there, the rest only when it says something."""
-    fields = one.model_dump(mode="json")
-    return {name: value for name, value in fields.items() if name in _ALWAYS or value not in (None, {}, False)}
+    told = {name: value for name, value in vars(one).items() if name in _ALWAYS or value not in (None, {}, False)}
+    return {
+        name: value.model_dump(mode="json") if isinstance(value, Message) else value for name, value in told.items()
+    }
 
 
 def _mend(path: Path, descriptor: int) -> tuple[int, Record | None]:
