@@ -428,11 +428,12 @@ def _publish_stop(run: SupervisedRun, how: str) -> None:
 
 def _end_stopped(run: SupervisedRun, decision: EndStopped) -> None:
     _publish_stop(run, "now")
-    by = decision.by
+    by, reason = decision.by, decision.reason
     if by is None and run.state.job_id is not None:
         with contextlib.suppress(SchedulerError):
             by = _user_name(run.scheduler.cancelled_by(run.state.job_id))
-    run.record(Stopped(saved_step=decision.saved_step, by=by, reason=decision.reason))
+        reason = f"{reason} by {by or 'a person'}, not by this supervisor"
+    run.record(Stopped(saved_step=decision.saved_step, by=by, reason=reason))
 
 
 def _user_name(user: str | None) -> str | None:

@@ -45,6 +45,8 @@ class SupervisorStarted(EventBase):
     event: Literal["SupervisorStarted"] = "SupervisorStarted"
     host: str
     pid: int
+    job_id: str | None = None
+    """The job that it runs in; None = in none."""
 
 
 class Cost(Message):

@@ -12,6 +12,7 @@ from slurm import reasons
 from slurm.job import JobState, JobStatus, Node, Reservation
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.batches import Stretch, extend, trained_on
+from supervisor.how_it_left import how_it_left
 from supervisor.journal import (
     DrainSeen,
     Event,
@@ -401,15 +402,11 @@ def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
         return  # that start is over and done with: Slurm put the job back
     if run.awaits_attempt and report.outcome is not Outcome.DONE:
         return  # a person's resume has answered it: the next attempt is about to be decided
-    error = report.error
-    what = f"{report.outcome} ({error.what})" if error and error.what else str(report.outcome)
-    if error and error.type == "Signal":
-        what = error.message  # says more than that it crashed
     yield WorkerLeft(
         restart=report.restart,
         outcome=report.outcome,
         step=report.step,
         saved_step=report.saved_step,
         error=report.error,
-        reason=f"the worker ended: {what}",
+        reason=how_it_left(report),
     )

@@ -40,7 +40,7 @@ def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     if _was_stopped_by_file(left):
         return _end_stopped(run, seen, rules, STOP_FILE, f"{STOP_FILE} asked the worker to stop")
     if _was_cancelled_by_a_person(run, seen):
-        return EndStopped(_newest_step(seen), None, f"job {run.job_id} was cancelled, and not by this supervisor")
+        return EndStopped(_newest_step(seen), None, f"job {run.job_id} was CANCELLED")
     if run.rollback_asked is not None:
         return roll_back_as_asked(run, seen, rules, run.rollback_asked)
     exclusion = node_to_exclude(run, seen.now, rules.recovery)

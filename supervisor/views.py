@@ -16,10 +16,10 @@ from supervisor.page_file import page_place, publish_page
 from supervisor.report.accounting import Accounting, account
 from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import printable
-from supervisor.report.log_text import closing_summary, entry_lines, log_lines
+from supervisor.report.log_text import closing_summary, entry_lines, log_lines, milestones
 from supervisor.report.page import Facts, render
 from supervisor.report.standing_text import detail_lines, list_lines
-from supervisor.report.texts import WIDTH, is_milestone, is_told
+from supervisor.report.texts import WIDTH, is_told
 from supervisor.run_state import RunState, replay
 from worker.contract import config as contract_config
 from worker.contract.files import read_data
@@ -116,8 +116,8 @@ def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
 def show_milestones(run_dir: RunDir, out: TextIO) -> None:
     """Print the rollback log proper, for the end of a run in the foreground."""
     known = read_evidence(run_dir)
-    for event in filter(is_milestone, known.events):
-        for line in entry_lines(event, None, columns(out)):
+    for number in sorted(milestones(known.events)):
+        for line in entry_lines(known.events[number], None, columns(out)):
             print(line, file=out)
     print("\n".join(_summary(known)), file=out)
 
@@ -129,8 +129,7 @@ def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[floa
             continue
         cost = None
         if isinstance(event, SegmentStarted):
-            found = accounting_of(run_dir, events).interruptions
-            cost = next((each for each in found if each.segment == event.segment), None)
+            cost = accounting_of(run_dir, events).cost_of_segment(event.segment)
         print("\n".join(entry_lines(event, cost, columns(out))), file=out, flush=True)
     print("\n".join(["", *_summary(read_evidence(run_dir))]), file=out, flush=True)
 

@@ -51,8 +51,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
+def is_in_order(error: BaseException) -> bool:
+    """Whether it is an end that was asked for, and no error."""
+    return isinstance(error, AskedToLeaveError | VerdictError)
+
+
 def detail_of(error: BaseException) -> ErrorDetail:
-    """What the exit report says of an exception."""
+    """What the exit report says of an exception; of an end in order neither the class's name nor a traceback."""
+    if isinstance(error, AskedToLeaveError | VerdictError):
+        kind = "Left" if isinstance(error, AskedToLeaveError) else "Verdict"
+        return ErrorDetail(type=kind, message=str(error), what=error.what)
     lines = "".join(traceback.format_exception(error)).splitlines()
     fields = {name: getattr(error, name, None) for name in ("what", "expected", "found")}
     return ErrorDetail(

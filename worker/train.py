@@ -32,7 +32,7 @@ from worker.data import TrainingData
 from worker.documents import DataError
 from worker.ema import EmaError
 from worker.largest_batch import measure_memory
-from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of, is_out_of_memory
+from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of, is_in_order, is_out_of_memory
 from worker.log_lines import LogLines
 from worker.models import ModelError
 from worker.own_script import ScriptContext, find_script
@@ -71,7 +71,10 @@ def run_to_exit(run: RunDir, start: Start, alter: Callable[[Context], Context] =
         _report(run, start, progress, None)
     except BaseException as error:  # noqa: BLE001 (whatever ends a trainer is reported, and ends it)
         code = exit_code_of(error)
-        _log.error("%s: %s", type(error).__name__, error, exc_info=code == _CRASHED)
+        if is_in_order(error):
+            _log.info("%s", error)
+        else:
+            _log.error("%s: %s", type(error).__name__, error, exc_info=code == _CRASHED)
         _let_save_finish(progress, error)
         _report(run, start, progress, error)
     leave(code)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal, get_args
+from typing import Final
 
 from slurm.job import JobState
 from supervisor.journal import (
@@ -25,53 +25,11 @@ from supervisor.journal import (
     Submitted,
     WorkerLeft,
 )
+from supervisor.report.interruptions import Interruption, add_up, first_step_began, interruptions
+from supervisor.report.spans import Kind, Span
 from supervisor.run_state import ending_of
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
-
-Kind = Literal["training", "repeated", "saving", "starting", "queued", "lost", "paused"]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-MEANING: Final[dict[Kind, str]] = {
-    "training": "steps that count",
-    "repeated": "steps that were undone and made again",
-    "saving": "writing checkpoints",
-    "starting": "loading, restoring, proving",
-    "queued": "waiting in the queue",
-    "lost": "noticing, deciding, no job, or a job that does not train",
-    "paused": "over, until a person let it go on",
-}
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of one kind; times are UTC seconds, ``nodes`` is what was allocated to the run meanwhile."""
-
-    begin: float
-    end: float
-    kind: Kind
-    attempt: int
-    nodes: int
-
-    @property
-    def seconds(self) -> float:
-        """How long it lasted."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Interruption:
-    """What one later start of the trainer cost. ``kept_node_s`` is the training that it need not make again."""
-
-    segment: int
-    attempt: int
-    restart: int
-    begins_attempt: bool
-    """False for a restart of the same attempt, which Slurm made by itself."""
-    steps_undone: int
-    idle_s: float
-    """Between the last step before and the beginning of the first one after; pauses are left out."""
-    lost_node_s: float
-    kept_node_s: float
 
 
 @dataclass(frozen=True)
@@ -100,12 +58,10 @@ class Accounting:
         """Allocated node-seconds of some kinds, or of all."""
         return sum(s.seconds * s.nodes for s in self.spans if not kinds or s.kind in kinds)
 
-    def cost_of(self, attempt: int, restart: int | None = None) -> Interruption | None:
-        """What the beginning of an attempt cost, or a later restart of it; None where no step followed."""
-        for each in self.interruptions:
-            if each.attempt == attempt and (each.begins_attempt if restart is None else each.restart == restart):
-                return each
-        return None
+    def cost_of_segment(self, number: int) -> Interruption | None:
+        """What went before a start of the trainer, whatever caused it; None before the first one."""
+        shares = [each for each in self.interruptions if each.segment == number]
+        return add_up(shares) if shares else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +85,7 @@ def account(events: Sequence[Event], records: Sequence[Record], now: float, node
         key=lambda mark: mark.time,
     )
     spans = tuple(_spans(marks, _end(events, records, now), _nodes_of_attempts(events), nodes))
-    return Accounting(spans, tuple(_interruptions(segments, spans)))
+    return Accounting(spans, tuple(interruptions(events, segments, spans)))
 
 
 def _end(events: Sequence[Event], records: Sequence[Record], now: float) -> float:
@@ -160,10 +116,6 @@ def _survivors(records: Sequence[Record]) -> set[int]:
     return {id(record) for record in branch}
 
 
-def _first_step_began(segment: Sequence[Record]) -> float:
-    return segment[0].time - (segment[0].step_s or 0.0)
-
-
 # -- marks -------------------------------------------------------------------------------------------------------------
 
 _IN_QUEUE: Final = frozenset({JobState.PENDING, JobState.REQUEUED, JobState.HELD})
@@ -172,7 +124,7 @@ _IN_QUEUE: Final = frozenset({JobState.PENDING, JobState.REQUEUED, JobState.HELD
 def _journal_marks(events: Sequence[Event], segments: Sequence[Sequence[Record]]) -> Iterator[_Mark]:
     """What the journal says, left out while a segment was making steps."""
     job: JobSeen | None = None
-    times = [(_first_step_began(segment), segment[-1].time) for segment in segments]
+    times = [(first_step_began(segment), segment[-1].time) for segment in segments]
     for event in events:
         mark = _mark_of(event, job)
         if isinstance(event, JobSeen):
@@ -223,7 +175,7 @@ def _history_marks(
     for segment in segments:
         attempt = segment[0].attempt
         kind: Kind = "training" if id(segment[0]) in survivors else "repeated"
-        yield _Mark(_first_step_began(segment), kind, attempt, holds=True)
+        yield _Mark(first_step_began(segment), kind, attempt, holds=True)
         for before, record in pairwise(segment):
             if record.save_s:
                 yield _Mark(before.time, "saving", attempt, holds=True)
@@ -276,41 +228,3 @@ def _nodes_of_attempts(events: Sequence[Event]) -> Counter[int]:
         if isinstance(event, JobSeen):
             found[event.attempt] = max(found[event.attempt], len(event.nodes))
     return found
-
-
-def _interruptions(segments: Sequence[Sequence[Record]], spans: Sequence[Span]) -> Iterator[Interruption]:
-    """One for each segment but the first."""
-    branch: list[tuple[int, float]] = []  # step and the node-seconds that it took
-    for number, segment in enumerate(segments):
-        nodes = max((s.nodes for s in spans if s.attempt == segment[0].attempt), default=0)
-        undone = [part for part in branch if part[0] >= segment[0].step]
-        branch = branch[: len(branch) - len(undone)]
-        if number:
-            yield _interruption(segments[number - 1][-1], segment, spans, undone, branch)
-        branch += [(segment[0].step, (segment[0].step_s or 0.0) * nodes)]
-        branch += [(b.step, max(0.0, b.time - a.time - (b.save_s or 0.0)) * nodes) for a, b in pairwise(segment)]
-
-
-def _interruption(
-    last: Record,
-    segment: Sequence[Record],
-    spans: Sequence[Span],
-    undone: Sequence[tuple[int, float]],
-    kept: Sequence[tuple[int, float]],
-) -> Interruption:
-    begin, end = last.time, _first_step_began(segment)
-    between = [
-        (max(0.0, min(end, s.end) - max(begin, s.begin)), s.nodes)
-        for s in spans
-        if s.kind != "paused" and s.begin < end and s.end > begin
-    ]
-    return Interruption(
-        segment=segment[0].segment,
-        attempt=segment[0].attempt,
-        restart=segment[0].restart,
-        begins_attempt=segment[0].attempt != last.attempt,
-        steps_undone=len(undone),
-        idle_s=sum(seconds for seconds, _ in between),
-        lost_node_s=sum(seconds * nodes for seconds, nodes in between) + sum(part for _, part in undone),
-        kept_node_s=sum(part for _, part in kept),
-    )

@@ -1,6 +1,7 @@
 """Times, durations, sizes and numbers as a person reads them.  Pure but for the reader's time zone."""
 
 import math
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Final
 
@@ -88,6 +89,22 @@ def size(number_bytes: float) -> str:
     while value >= 999.5 and unit < len(_SIZES) - 1:
         value, unit = value / 1000, unit + 1
     return f"{value:.0f} {_SIZES[unit]}" if unit == 0 or value >= 99.5 else f"{value:.2g} {_SIZES[unit]}"
+
+
+def clipped(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns; what is cut off is three dots."""
+    return text if len(text) <= width else f"{text[: max(0, width - 3)].rstrip()}..."[:width]
+
+
+def clipped_list(parts: Iterable[str], width: int) -> str:
+    """The parts beside each other, as many as there is room for; the first one clipped where there is none."""
+    line = ""
+    for part in parts:
+        longer = f"{line}  {part}" if line else clipped(part, width)
+        if len(longer) > width:
+            break
+        line = longer
+    return line
 
 
 def printable(text: str) -> str:

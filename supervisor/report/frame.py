@@ -1,17 +1,22 @@
 """One picture of a run for a terminal: figures, progress, the curve, the last events.  Pure."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from supervisor.journal import Continued, Event, GaveUp, Preempted, RolledBack, Stopped, VerdictSeen
 from supervisor.report.curve import Point, curve_lines, mark_line
-from supervisor.report.figures import duration, local_clock, local_moment, local_time, printable
-from supervisor.report.standing_text import detail_lines
+from supervisor.report.figures import clipped, clipped_list, duration, local_clock, local_moment, local_time, printable
+from supervisor.report.page_data import kind_of
+from supervisor.report.standing_text import facts_of
 from supervisor.report.texts import is_told, text_of, word_of
 from supervisor.run_state import OVER
 from worker.contract.loss_history import Record
 
-_HINT: Final = "V verdict  R back to  P preempted or moved  dotted: abandoned  q quits the view"
+_MARKS: Final = {"V": "verdict", "R": "back to", "P": "preempted", "S": "stopped", "X": "trouble"}
+_QUIT: Final = "q quits"
+_BAR, _SHORTEST_BAR, _MOST_LINES = 10, 10, 3
+"""Columns of a progress line beside bar and estimate; a bar that can still be read; lines of one fact."""
 
 
 def frame(
@@ -29,51 +34,68 @@ def frame(
 
     ``kept`` are the records that count, ``left`` those of abandoned branches.
     """
-    top = [_title(row, columns, now), _progress(row, events, columns, now), _figures(row, kept), *_where(row, now)]
+    top = [
+        _title(row, columns, now),
+        _progress(row, events, columns, now),
+        _figures(row, kept, columns),
+        *_where(row, columns, now),
+    ]
     told = [event for event in events if is_told(event)]
     num_told = max(3, min(8, rows // 5))
     height = max(3, rows - len(top) - num_told - 3)
     chart = curve_lines(_points(kept), _points(left), columns, height, is_unicode=is_unicode)
     first, last = _reach([*left, *kept])
-    chart.append(mark_line(list(_marks(events)), first, last, columns))
+    marks = list(_marks(events))
+    chart.append(mark_line(marks, first, last, columns))
     lines = [*top, *chart, *(_event(event) for event in told[-num_told:])]
-    lines = [printable(line)[:columns] for line in lines][: rows - 1]
-    return [*lines, *[""] * (rows - 1 - len(lines)), _HINT[:columns]]
+    lines = [clipped(printable(line), columns) for line in lines][: rows - 1]
+    return [*lines, *[""] * (rows - 1 - len(lines)), _hint({letter for _, letter in marks}, bool(left), columns)]
+
+
+def _hint(letters: set[str], has_left: bool, columns: int) -> str:
+    """What the marks that are there mean, as far as there is room; how to leave comes first."""
+    said = [f"{letter} {meaning}" for letter, meaning in _MARKS.items() if letter in letters]
+    return clipped_list([_QUIT, *said, *(["dotted: abandoned"] if has_left else [])], columns)
 
 
 def _title(row: dict[str, Any], columns: int, now: float) -> str:
     step = "no step yet" if row["step"] is None else f"step {row['step']:,}"
     of = f" of {row['max_steps']:,}" if row["max_steps"] else ""
     left = f"{row['name']}: {row['state'].replace('_', ' ')}, {step}{of}"
-    clock = local_time(now)
-    room = columns - len(clock)
-    return f"{left[: room - 2]:<{room}}{clock}" if room > len(row["name"]) else left
+    for clock in (local_time(now), local_moment(now, now)):
+        if len(left) + 2 + len(clock) <= columns:
+            return f"{left:<{columns - len(clock)}}{clock}"
+    return left
 
 
 def _progress(row: dict[str, Any], events: Sequence[Event], columns: int, now: float) -> str:
     """A bar, and when the run will be done: at the pace of the last steps, and with interruptions as so far."""
     share = (row["step"] or 0) / row["max_steps"] if row["max_steps"] else 0.0
-    told = _estimate(row, events, now)
-    width = max(10, columns - len(told) - 10)
+    told = ""
+    for part in _estimate(row, events, now):
+        told = f"{told}{part}" if len(told) + len(part) <= columns - _BAR - _SHORTEST_BAR else told
+    width = max(_SHORTEST_BAR, columns - len(told) - _BAR)
     filled = int(share * width)
     return f"[{'#' * filled}{'.' * (width - filled)}] {100 * share:3.0f} %  {told}".rstrip()
 
 
-def _estimate(row: dict[str, Any], events: Sequence[Event], now: float) -> str:
+def _estimate(row: dict[str, Any], events: Sequence[Event], now: float) -> list[str]:
+    """In parts, the most telling first, of which a narrow terminal has room for some."""
     if row["state"] in OVER:
-        return f"for {duration(now - row['since'])}"
+        return [f"for {duration(now - row['since'])}"]
     if row["eta"] is None:
-        return "no estimate while no step is made"
-    told = f"done {local_moment(row['eta'], now)}, in {duration(row['eta'] - now)}"
+        return ["no estimate while no step is made"]
+    told = [f"done {local_moment(row['eta'], now)}", f", in {duration(row['eta'] - now)}"]
     was_paused = any(isinstance(event, Stopped | GaveUp) for event in events)
     if was_paused or not row["step"] or not events:
         return told
     with_trouble = (now - events[0].time) / row["step"] * (row["max_steps"] - row["step"])
     is_much_later = with_trouble > 1.2 * (row["eta"] - now)
-    return f"{told} ({duration(with_trouble)} if interrupted as so far)" if is_much_later else told
+    return [*told, f" ({duration(with_trouble)} if interrupted as so far)"] if is_much_later else told
 
 
-def _figures(row: dict[str, Any], kept: Sequence[Record]) -> str:
+def _figures(row: dict[str, Any], kept: Sequence[Record], columns: int) -> str:
+    """The last step's, the most telling first; those that have no room are left out."""
     if not kept:
         return ""
     last = kept[-1]
@@ -81,20 +103,20 @@ def _figures(row: dict[str, Any], kept: Sequence[Record]) -> str:
     if last.lr is not None:
         parts.append(f"rate {last.lr:.3g}" + (f" (x {row['lr_scale']:g})" if row["lr_scale"] != 1 else ""))
     if last.grad_norm is not None:
-        parts.append(f"gradient norm {last.grad_norm:.3g}")
+        parts.append(f"grad norm {last.grad_norm:.3g}")
     if last.tokens_per_s is not None:
         parts.append(f"{last.tokens_per_s:,.0f} tokens/s")
     if last.step_s is not None:
         parts.append(f"{last.step_s:.3g} s/step")
-    return "  ".join(parts)
+    return clipped_list(parts, columns)
 
 
-def _where(row: dict[str, Any], now: float) -> list[str]:
-    """Job and supervisor, as the details of ``status`` say it."""
+def _where(row: dict[str, Any], columns: int, now: float) -> list[str]:
+    """Job and supervisor, as the details of ``status`` say it; of a run that is over, why."""
+    told = [f"{label} {text}" for label, text in facts_of(row, now) if label in ("job", "supervisor")]
     if row["state"] in OVER:
-        return [row["reason"]]
-    wanted = ("  job ", "  supervisor ")
-    return [" ".join(line.split()) for line in detail_lines(row, now) if line.startswith(wanted)]
+        told = [row["reason"]]
+    return [line for text in told for line in textwrap.wrap(printable(text), columns)[:_MOST_LINES]]
 
 
 def _points(records: Sequence[Record]) -> list[Point]:
@@ -117,8 +139,10 @@ def _marks(events: Sequence[Event]) -> Iterator[tuple[float, str]]:
                 yield event.to_step, "R"
             case Preempted():
                 yield step, "P"
-            case Continued() if event.cause != "first":
-                yield event.resume_step, "P"
+            case Stopped():
+                yield max(step, event.saved_step or 0), "S"
+            case Continued() if event.cause not in ("first", "adopted", "resumed"):
+                yield event.resume_step, "P" if kind_of(event.cause) == "preempted" else "X"
             case _:
                 continue
 

@@ -13,15 +13,20 @@ from supervisor.journal import (
     Event,
     Finished,
     GaveUp,
+    HangSeen,
+    JobSeen,
     Preempted,
     RolledBack,
     SegmentStarted,
     Stopped,
+    VerdictSeen,
     WouldHaveDone,
 )
-from supervisor.report.accounting import KINDS, Accounting, Interruption
+from supervisor.report.accounting import Accounting
 from supervisor.report.diagnosis_text import in_one_line
 from supervisor.report.figures import count, duration, local_clock, local_day, node_hours, printable, share
+from supervisor.report.interruptions import Interruption, put_back
+from supervisor.report.spans import KINDS
 from supervisor.report.texts import WIDTH, is_told, lay_out, step_of
 from supervisor.run_state import ending_of
 
@@ -55,7 +60,7 @@ def log_lines(
     findings: Sequence[Diagnosis] = (),
 ) -> Iterator[str]:
     """The whole log from ``since`` on: days, events with what each cost, and the closing summary."""
-    costs = costs_of(events, accounting)
+    costs = costs_of(accounting)
     day = ""
     for number, event in enumerate(events):
         if event.time < since or not is_told(event):
@@ -75,20 +80,17 @@ def entry_lines(event: Event, cost: Interruption | None = None, width: int = WID
     return lay_out(event, stamp, cost, width)
 
 
-def costs_of(events: Sequence[Event], accounting: Accounting) -> Mapping[int, Interruption]:
+_MILESTONES: Final = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)
+
+
+def milestones(events: Sequence[Event]) -> set[int]:
+    """Places of the events that are the rollback log proper: attempts, requeues, verdicts, hangs, and how it ended."""
+    return put_back(events) | {number for number, event in enumerate(events) if isinstance(event, _MILESTONES)}
+
+
+def costs_of(accounting: Accounting) -> Mapping[int, Interruption]:
     """By the place of an event, what it cost: attempts that were begun again, and Slurm's restarts of one."""
-    found: dict[int, Interruption] = {}
-    for number, event in enumerate(events):
-        match event:
-            case RolledBack() | Continued():
-                cost = accounting.cost_of(event.attempt)
-            case Preempted():
-                cost = accounting.cost_of(event.attempt, event.restart)
-            case _:
-                cost = None
-        if cost is not None:
-            found[number] = cost
-    return found
+    return {each.event: each for each in accounting.interruptions if each.event is not None}
 
 
 # -- the closing summary -----------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ def _headline(events: Sequence[Event], accounting: Accounting) -> str:
         case Finished():
             return f"Finished at step {last.final_step} after {wall}: {counted}."
         case Stopped():
-            return f"Stopped by {last.by or 'somebody'} after {wall}: {counted}."
+            return f"Stopped by {last.by or 'the scancel of a person'} after {wall}: {counted}."
         case GaveUp():
             return f"Gave up after {wall}: {counted}; why: {last.reason.rstrip('.')}."
         case _:
@@ -132,7 +134,9 @@ _HAPPENED: Final = {
     "out_of_memory": "out of memory",
     "vanished": "the job ended without a word",
     "refused": "a checkpoint did not restore",
-    "resumed": "a person let it go on",
+    "stopped": "a person stopped it",
+    "resumed": "a person resumed it",
+    "requeued": "Slurm put its job back into the queue",
     "rollback": "a person asked for a rollback",
 }
 
@@ -141,14 +145,11 @@ def _story(events: Sequence[Event]) -> Iterator[str]:
     """How often what happened, and at which steps."""
     steps: dict[str, list[int]] = {}
     times: Counter[str] = Counter()
-    for event in events:
-        if isinstance(event, RolledBack | Continued) and event.cause in _HAPPENED:
-            times[event.cause] += 1
-            if isinstance(event, RolledBack):
-                steps.setdefault(event.cause, []).append(event.verdict_step)
-        elif isinstance(event, Preempted):
-            times["preempted"] += 1
-    if times:
+    for cause, step in _happenings(events):
+        times[cause] += 1
+        if step is not None:
+            steps.setdefault(cause, []).append(step)
+    if times := Counter({cause: number for cause, number in times.items() if cause in _HAPPENED}):
         told = [f"{_HAPPENED[cause]}{_times(number)}{_at(steps.get(cause, []))}" for cause, number in times.items()]
         yield f"What happened: {'; '.join(told)}."
     rate = next((e.lr_scale for e in reversed(events) if isinstance(e, RolledBack | Continued)), 1.0)
@@ -158,6 +159,31 @@ def _story(events: Sequence[Event]) -> Iterator[str]:
     yield from _observed(noted)
     if not times and not noted and sum(isinstance(event, SegmentStarted) for event in events) == 1:
         yield "Nothing interrupted it."
+
+
+def _happenings(events: Sequence[Event]) -> Iterator[tuple[str, int | None]]:
+    """What interrupted the run, each with its step where it has one; a requeue that an attempt answers is told once."""
+    requeues, last = put_back(events), ending_of(events)
+    for number, event in enumerate(events):
+        match event:
+            case RolledBack():
+                yield event.cause, event.verdict_step
+            case Continued():
+                yield event.cause, None
+            case Stopped() if event is not last:
+                yield "stopped", event.saved_step
+            case Preempted() if not _is_answered(events[number + 1 :]):
+                yield "preempted", None
+            case JobSeen() if number in requeues and not _is_answered(events[number + 1 :]):
+                yield "requeued", None
+            case _:
+                continue
+
+
+def _is_answered(later: Sequence[Event]) -> bool:
+    """Whether a requeue led to an attempt of its own in the same job, which says why."""
+    begun = next((event for event in later if isinstance(event, SegmentStarted | RolledBack | Continued)), None)
+    return isinstance(begun, RolledBack | Continued) and begun.where == "requeued"
 
 
 def _observed(noted: Sequence[WouldHaveDone]) -> Iterator[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from supervisor.journal import Continued, Diagnosis, Event, RolledBack, RunCreated, VerdictSeen, WorkerLeft
-from supervisor.report.accounting import KINDS, MEANING, Accounting, Kind
+from supervisor.journal import Continued, Diagnosis, Event, RolledBack, RunCreated, Stopped, VerdictSeen, WorkerLeft
+from supervisor.report.accounting import Accounting
 from supervisor.report.figures import (
     duration,
     local_clock,
@@ -23,9 +23,10 @@ from supervisor.report.figures import (
     share,
     size,
 )
-from supervisor.report.log_text import closing_summary, costs_of
+from supervisor.report.log_text import closing_summary, costs_of, milestones
 from supervisor.report.page_data import chart_data
-from supervisor.report.texts import details_of, is_milestone, is_told, step_of, text_of, word_of
+from supervisor.report.spans import KINDS, MEANING, Kind
+from supervisor.report.texts import details_of, is_told, step_of, text_of, word_of
 from supervisor.run_state import replay
 from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.loss_history import Record
@@ -97,7 +98,7 @@ def _summary(facts: Facts) -> Iterator[str]:
 
 
 def _log(facts: Facts) -> Iterator[str]:
-    costs = costs_of(facts.events, facts.accounting)
+    costs, shown = costs_of(facts.accounting), milestones(facts.events)
     day = ""
     for number, event in enumerate(facts.events):
         if not is_told(event):
@@ -109,7 +110,7 @@ def _log(facts: Facts) -> Iterator[str]:
             f"<dt>{_text(label)}</dt><dd>{_text(text)}</dd>" for label, text in details_of(event, costs.get(number))
         )
         yield (
-            f"<article{' class=milestone' if is_milestone(event) else ''}>"
+            f"<article{' class=milestone' if number in shown else ''}>"
             f"<time>{local_clock(event.time)}</time>{_step(step_of(event))}"
             f"<strong>{_text(word_of(event))}</strong><div><p>{_text(text_of(event))}</p>"
             f"{f'<dl>{details}</dl>' if details else ''}</div></article>"
@@ -185,6 +186,9 @@ def _attempts(facts: Facts) -> Iterator[str]:
 def _end_of(events: Sequence[Event], attempt: int) -> str:
     """How an attempt ended, as far as that is known."""
     own = [event for event in events if event.attempt == attempt]
+    stopped = next((event for event in own if isinstance(event, Stopped)), None)
+    if stopped is not None:
+        return stopped.reason
     verdict = next((event for event in own if isinstance(event, VerdictSeen)), None)
     left = next((event for event in reversed(own) if isinstance(event, WorkerLeft)), None)
     if verdict is not None:

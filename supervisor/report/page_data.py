@@ -3,7 +3,17 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from supervisor.journal import Continued, Event, Preempted, RolledBack, SegmentStarted, VerdictSeen, WorkerLeft
+from supervisor.journal import (
+    Continued,
+    Event,
+    GaveUp,
+    Preempted,
+    RolledBack,
+    SegmentStarted,
+    Stopped,
+    VerdictSeen,
+    WorkerLeft,
+)
 from supervisor.report.texts import text_of
 from worker.contract.loss_history import Record, surviving
 
@@ -61,7 +71,7 @@ def _loss(record: Record) -> float:
 
 
 def _marks(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """Verdicts, rollbacks, and where the run went on after something else."""
+    """Verdicts, rollbacks, where the run went on after something else, and where a person stopped and resumed it."""
     step = 0
     for event in events:
         match event:
@@ -76,11 +86,21 @@ def _marks(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
                 yield {"kind": "rollback", "step": event.verdict_step, "to": event.to_step, "text": text_of(event)}
             case Preempted():
                 yield {"kind": "preempted", "step": step, "text": "preempted; it went on from its newest checkpoint"}
-            case Continued() if event.cause != "first":
-                kind = "preempted" if event.cause in ("preempted", "drained", "time_limit") else "trouble"
-                yield {"kind": kind, "step": max(step, event.resume_step), "text": text_of(event)}
+            case Stopped():
+                yield {"kind": "stopped", "step": max(step, event.saved_step or 0), "text": event.reason}
+            case Continued() if event.cause not in ("first", "adopted"):
+                yield {"kind": kind_of(event.cause), "step": max(step, event.resume_step), "text": text_of(event)}
+            case GaveUp():
+                yield {"kind": "trouble", "step": step, "text": f"gave up: {event.reason}"}
             case _:
                 continue
+
+
+def kind_of(cause: str) -> str:
+    """What an attempt's cause is to a reader: a person's word, an interruption by the cluster, or trouble."""
+    if cause == "resumed":
+        return "resumed"
+    return "preempted" if cause in ("preempted", "drained", "time_limit") else "trouble"
 
 
 def _checkpoints(steps: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -7,33 +7,38 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from supervisor.report.figures import FAR_S, count, duration, local_moment, printable
+from supervisor.report.figures import FAR_S, clipped, count, duration, local_moment, printable
 from supervisor.run_state import OVER
 
 Row = dict[str, Any]
 
-_COLUMNS: Final = ("run", "state", "step", "loss", "rate", "rolled back", "")
+_COLUMNS: Final = ("run", "state", "step", "loss", "rate", "")
+_LONGEST_REASON: Final = 100
+"""Characters of a reason among others; `status RUN` has all of it."""
+_MOST_NODES: Final = 4
 _BUDGETS: Final = {"rollbacks_left": "more rollbacks", "attempts_left": "more attempts without progress"}
 
 
 def list_lines(rows: Sequence[Row], now: float, width: int | None = None) -> list[str]:
-    """One line a run below a head, in columns, each at most ``width`` wide; ``now`` is UTC seconds."""
+    """One line a run below a head, in columns, each at most ``width`` wide; ``now`` is UTC seconds.
+
+    What is most telling comes first, so that a narrow terminal cuts off the rest.
+    """
     table = [_COLUMNS, *(_cells(row, now) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS) - 1)]
     lines = [printable("  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip()) for line in table]
-    return [line if width is None or len(line) <= width else f"{line[: width - 3].rstrip()}..." for line in lines]
+    return [line if width is None else clipped(line, width) for line in lines]
 
 
 def _cells(row: Row, now: float) -> tuple[str, ...]:
     if row["since"] is None:
-        return (row["name"], row["state"], "", "", "", "", _one_line(row["reason"]))
+        return (row["name"], row["state"], "", "", "", _short(row["reason"]))
     return (
         row["name"],
-        row["state"],
+        row["state"].replace("_", " "),
         _progress(row),
         "" if row["loss"] is None else f"{row['loss']:.4g}",
         f"x {row['lr_scale']:g}",
-        str(row["rollbacks"]),
         _remark(row, now),
     )
 
@@ -45,10 +50,11 @@ def _progress(row: Row) -> str:
 
 
 def _remark(row: Row, now: float) -> str:
-    """Where and since when; why it waits and until when; when it will end."""
-    parts = [_place(row), f"for {duration(now - row['since'])}", _waits(row, now), _ends(row, now), _unattended(row)]
+    """Whether nobody supervises it; why it waits and until when, or where it runs; since when; when it will end."""
+    since, back = f"for {duration(now - row['since'])}", count(row["rollbacks"], "rollback") if row["rollbacks"] else ""
+    parts = [_unattended(row), _waits(row, now), _place(row), since, _ends(row, now), back]
     if row["state"] in OVER:
-        parts = [f"for {duration(now - row['since'])}", row["reason"]]
+        parts = [since, _short(row["reason"]), back]
     return _one_line(", ".join(part for part in parts if part))
 
 
@@ -56,8 +62,18 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def _short(text: str) -> str:
+    return clipped(_one_line(text), _LONGEST_REASON)
+
+
 def _place(row: Row) -> str:
-    return f"on {' '.join(row['job']['nodes'])}" if row["job"] and row["job"]["nodes"] else ""
+    """``job 4711 on n1 n2``; of many nodes the first."""
+    job = row["job"]
+    if not job or not job["nodes"]:
+        return ""
+    nodes = job["nodes"]
+    named = " ".join(nodes) if len(nodes) <= _MOST_NODES else f"{nodes[0]} and {len(nodes) - 1} more"
+    return f"job {job['id']} on {named}"
 
 
 def _waits(row: Row, now: float) -> str:
@@ -66,11 +82,11 @@ def _waits(row: Row, now: float) -> str:
     if row["state"] == "training":
         return ""
     if job is None:
-        return row["reason"] or ""
+        return _short(row["reason"] or "")
     if job["state"] == "RUNNING":
         return "the worker starts"
     if job["because"]:
-        return f"{job['because']}{_expected(job, now)}"
+        return f"{_short(job['because'])}{_expected(job, now)}"
     why = f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
     return f"job {job['id']} is {job['state']}{why}{_expected(job, now)}"
 
@@ -93,7 +109,7 @@ def _unattended(row: Row) -> str:
     if job and job["state"] != "RUNNING":
         return f"its supervisor's job {job['id']} waits"
     if row.get("supervisor_died"):
-        return never_began_text(row["supervisor_died"])
+        return _short(dead_supervisor_text(row["supervisor_died"]))
     holder = row["supervisor"]
     return "nobody supervises it" if not job and (holder is None or holder["alive"] is False) else ""
 
@@ -106,7 +122,7 @@ def detail_lines(row: Row, now: float, width: int | None = None) -> list[str]:
     if row["since"] is None:
         return [printable(f"{row['name']}: {row['state']}"), printable(f"  {row['reason']}")]
     lines = [_head(row, now)]
-    for label, text in _facts(row, now):
+    for label, text in facts_of(row, now):
         lines += _wrapped(f"  {label:<12} ", printable(_one_line(text)), width)
     return [printable(line) for line in lines]
 
@@ -122,11 +138,12 @@ def _head(row: Row, now: float) -> str:
     step = "no step yet" if row["step"] is None else f"step {_progress(row)}{share}"
     loss = "" if row["loss"] is None else f", loss {row['loss']:.4g}"
     scale = "" if row["lr_scale"] == 1 else f", rate x {row['lr_scale']:g}"
-    age = duration(now - row["since"])
-    return f"{row['name']}: {row['state']} for {age}, {step}{loss}{scale}, {count(row['rollbacks'], 'rollback')}"
+    state = f"{row['state'].replace('_', ' ')} for {duration(now - row['since'])}"
+    return f"{row['name']}: {state}, {step}{loss}{scale}, {count(row['rollbacks'], 'rollback')}"
 
 
-def _facts(row: Row, now: float) -> Iterator[tuple[str, str]]:
+def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
+    """Labels and what they say; an empty label goes on with the one before."""
     if row["state"] not in OVER:
         yield "job", _job(row, now)
         yield "supervisor", _supervisor(row)
@@ -174,16 +191,18 @@ def _supervisor(row: Row) -> str:
         return f"its supervisor's job {job['id']} is {job['state']}{why}: it supervises the run when it starts"
     if row.get("supervisor_died"):
         died = row["supervisor_died"]
-        return f"{never_began_text(died)} (all of it: {died['file']}); mend that, and submit it again"
+        mend = "" if died["began"] else "mend that, and "
+        return f"{dead_supervisor_text(died)} (all of it: {died['file']}); {mend}submit it again"
     if is_gone:  # without the key nobody has asked, or the scheduler did not answer
         unless = "" if "supervisor_job" in row else "unless a job of its supervisor waits, "
         return f"nobody supervises it: {unless}higgsfield resume {row['dir']}"
     return f"process {holder['pid']} on {holder['host']}"
 
 
-def never_began_text(died: Mapping[str, str]) -> str:
-    """That the supervisor's own job came to nothing, and its last words."""
-    return f"its supervisor's job {died['id']} ended without starting: {died['said'] or 'it wrote nothing'}"
+def dead_supervisor_text(died: Mapping[str, Any]) -> str:
+    """That the supervisor's own job came to nothing, or to its end before the run's, and its last words."""
+    how = "ended before the run did" if died["began"] else "ended without starting"
+    return f"its supervisor's job {died['id']} {how}: {died['said'] or 'it wrote nothing'}"
 
 
 def _excluded(node: Any, now: float) -> str:

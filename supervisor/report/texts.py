@@ -16,7 +16,6 @@ from supervisor.journal import (
     Continued,
     Diagnosis,
     Event,
-    Finished,
     GaveUp,
     HangSeen,
     JobSeen,
@@ -28,18 +27,18 @@ from supervisor.journal import (
     Stopped,
     SubmitIntended,
     SupervisorStarted,
-    VerdictSeen,
     WorkerLeft,
     WouldHaveDone,
 )
-from supervisor.report.accounting import Interruption
-from supervisor.report.figures import FAR_S, count, duration, local_time, node_hours, printable
+from supervisor.report.advice import advice
+from supervisor.report.figures import FAR_S, clipped, count, duration, local_time, node_hours, printable
+from supervisor.report.interruptions import Interruption
+from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition, LeftOutBatch
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ChangeIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""
 
-_MILESTONES = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)
 
 _WORDS: Final = {
     "RunCreated": "created",
@@ -68,6 +67,10 @@ _WORDS: Final = {
     "Stopped": "STOPPED",
     "GaveUp": "GAVE UP",
 }
+_COMPARED: Final = 60
+"""How many characters of an error tell it from others."""
+_LONGEST_ERROR: Final = 240
+"""Characters of an error in the log; all of it is in the exit report and in logs/train.log."""
 _MOST_BATCHES: Final = 6
 """How many batches that are left out are told one by one."""
 _MOST_NAMED: Final = 16
@@ -83,6 +86,8 @@ Detail = tuple[str, str]
 
 def word_of(event: Event) -> str:
     """One or two words for the kind of an event; its own name in small letters where nothing better is known."""
+    if getattr(event, "cause", None) == "resumed":
+        return "resumed"
     return _WORDS.get(event.event) or re.sub(r"(?<!^)(?=[A-Z])", " ", event.event).lower()
 
 
@@ -98,11 +103,6 @@ def step_of(event: Event) -> int | None:
 def is_told(event: Event) -> bool:
     """Whether an event has a line of its own; intents and progress are told by what follows them."""
     return not isinstance(event, _QUIET)
-
-
-def is_milestone(event: Event) -> bool:
-    """Whether an event belongs to the rollback log proper: attempts, verdicts, and how it ended."""
-    return isinstance(event, _MILESTONES)
 
 
 def event_lines(event: Event) -> list[str]:
@@ -140,7 +140,8 @@ def text_of(event: Event) -> str:
         case RolledBack():
             return f"from step {event.from_step} back to {_start(event)}, at {event.lr_scale:g} of the configured rate"
         case Continued():
-            return f"attempt {event.attempt} from {_start(event)} ({event.cause}, {_where(event.where)})"
+            because = "" if event.cause == "resumed" else f"{event.cause.replace('_', ' ')}, "
+            return f"attempt {event.attempt} from {_start(event)} ({because}{_where(event.where)})"
         case WouldHaveDone():
             return f"would have begun at {_start(event)}, at {event.lr_scale:g} of the configured rate ({event.cause})"
         case JobSeen() if event.reason:
@@ -161,14 +162,15 @@ def text_of(event: Event) -> str:
 def details_of(event: Event, cost: Interruption | None = None) -> list[Detail]:
     """What there is to say beyond the sentence; ``cost`` is what the event led to, where that is known."""
     details = _DETAILS[type(event)](event) if type(event) in _DETAILS else iter(())
-    return [*details, *([("cost", cost_text(cost))] if cost is not None else []), *_advice(event)]
+    return [*details, *([("cost", cost_text(cost))] if cost is not None else []), *advice(event)]
 
 
 def cost_text(cost: Interruption) -> str:
     """What an interruption cost, and what the checkpoint saved."""
     steps = f"{count(cost.steps_undone, 'step')} again, " if cost.steps_undone else ""
     whole_s = max(cost.lost_node_s, cost.kept_node_s)
-    text = f"{steps}{duration(cost.idle_s)} without training, {node_hours(cost.lost_node_s, whole_s)} lost"
+    pause = f" beside a pause of {duration(cost.paused_s)}" if cost.paused_s else ""
+    text = f"{steps}{duration(cost.idle_s)} without training{pause}, {node_hours(cost.lost_node_s, whole_s)} lost"
     kept = f"; {node_hours(cost.kept_node_s, whole_s)} of training kept, against starting from the first step"
     return text + (kept if cost.kept_node_s else "")
 
@@ -291,8 +293,13 @@ def _first_of(named: list[str]) -> str:
 
 
 def _of_left(event: WorkerLeft) -> Iterator[Detail]:
-    if event.error is not None and event.error.message and event.error.message not in event.reason:
-        yield "", f"{event.error.type}: {event.error.message}".splitlines()[0]
+    """The error of a start that did not end in order, where its sentence does not have it."""
+    error = event.error
+    if error is None or event.outcome in (Outcome.DONE, Outcome.LEFT, Outcome.VERDICT):
+        return
+    said = clipped(" ".join(error.message.split()), _LONGEST_ERROR)
+    if said and said[:_COMPARED] not in event.reason:
+        yield "", said if event.outcome is Outcome.ENDED else f"{error.type}: {said}"
 
 
 def _of_given_up(event: GaveUp) -> Iterator[Detail]:
@@ -317,45 +324,3 @@ _DETAILS: Final[dict[type, Callable[..., Iterator[Detail]]]] = {
     GaveUp: _of_given_up,
     Stopped: _of_stopped,
 }
-
-
-# -- what to try -------------------------------------------------------------------------------------------------------
-
-_LOWER: Final = "a lower training.optimizer.learning_rate, a longer training.schedule.warmup"
-_ADVICE: Final = {
-    "spike": f"if it comes again: {_LOWER}, or training.max_grad_norm where it is off",
-    "divergence": f"if it comes again: {_LOWER}",
-    "nonfinite": f"if it comes again: training.precision bf16 or fp32 instead of fp16, {_LOWER}",
-    "refused": "look at the disk that holds the checkpoints; higgsfield doctor checks it",
-    "hang": "look at the stacks in the attempt's folder: they say where each rank stood",
-    "out_of_memory": "a smaller training.batch_size with more gradient_accumulation, or activation_checkpointing",
-    "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
-}
-_AFTER_A_KILL: Final = (
-    "a person, the system or want of memory killed it: there is no traceback, only what logs/train.log said last; "
-    "the system's log (dmesg) names what it killed for memory"
-)
-_NOTHING_TO_LOSE: Final = (
-    "no checkpoint would be lost: edit config.yaml in the run's folder and higgsfield resume, or remove that folder "
-    "and begin anew"
-)
-
-
-def _advice(event: Event) -> Iterator[Detail]:
-    match event:
-        case RolledBack() if event.cause == "rollback":
-            return  # a person asked for it, and knows why
-        case RolledBack() if event.diagnosis is not None:
-            yield "try", f"if it comes again: {event.diagnosis.next}"
-        case RolledBack() if event.skip_batches:
-            yield "try", "look at the data of those batches; recovery.spike.skip says when they are left out"
-        case Continued() if event.cause == "crash" and "killed by signal 9" in event.reason:
-            yield "try", _AFTER_A_KILL
-        case RolledBack() | Continued() if event.cause in _ADVICE:
-            yield "try", _ADVICE[event.cause]
-        case GaveUp() if event.saved_step is None:
-            yield "try", _NOTHING_TO_LOSE
-        case GaveUp():
-            yield "try", "higgsfield resume goes on with fresh budgets; another rate or other data are another run.name"
-        case _:
-            return

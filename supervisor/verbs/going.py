@@ -1,9 +1,11 @@
 """Verbs that let a run go on, or end it: run, submit, resume, stop."""
 
 import argparse
+import contextlib
 import getpass
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from slurm.job import RequestError
@@ -38,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     run_dir = open_or_create(config)
     _say_what_is_odd(odd)
     try:
-        state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
+        with _sigterm_as_ctrl_c():
+            state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
     except KeyboardInterrupt:
         return _say_that_it_goes_on(run_dir)
     if args.once:
@@ -137,7 +140,8 @@ def resume(args: argparse.Namespace) -> int:
         say(f"{run_dir.path.name} is finished already: {run_dir.path}")
         return OK
     try:
-        state = supervise(run_dir, sys.stdout, is_asked=True)
+        with _sigterm_as_ctrl_c():
+            state = supervise(run_dir, sys.stdout, is_asked=True)
     except KeyboardInterrupt:
         return _say_that_it_goes_on(run_dir)
     _say_goodbye(run_dir)
@@ -160,6 +164,16 @@ def _say_goodbye(run_dir: RunDir) -> None:
     ):
         if path.exists():
             say(f"  {path.name}")
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Within, SIGTERM is answered as Ctrl-C is: the worker goes on, and that is said."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say_that_it_goes_on(run_dir: RunDir) -> int:

@@ -7,14 +7,15 @@ from typing import Any
 
 from slurm.scheduler import SchedulerError
 from supervisor.config import load_targets
+from supervisor.dead_supervisor import last_supervisor
 from supervisor.journal import read_journal
+from supervisor.lease import is_gone, read_holder
 from supervisor.live import watch_run
-from supervisor.never_began import never_began
 from supervisor.notify import ask_targets
 from supervisor.report.figures import printable
 from supervisor.report.log_text import since_time
-from supervisor.report.standing_text import never_began_text
-from supervisor.run_state import OVER
+from supervisor.report.standing_text import dead_supervisor_text
+from supervisor.run_state import OVER, replay
 from supervisor.runs import RunError, all_runs, find_run, standing, unreadable
 from supervisor.supervise import own_job
 from supervisor.verbs.exits import OK, UNFORESEEN, complain
@@ -59,18 +60,21 @@ def who_comes(run_dir: RunDir, holder: dict[str, Any] | None) -> dict[str, Any]:
     if job is not None:
         told = {"id": job.job_id, "state": job.state.value, "why": job.why, "starts_at": job.starts_at}
         return {"supervisor_job": told}
-    ended = never_began(run_dir, read_journal(run_dir.journal))
-    died = ended and {"id": ended.job_id, "said": ended.said, "file": str(ended.file)}
+    ended = last_supervisor(run_dir, read_journal(run_dir.journal))
+    died = ended and {"id": ended.job_id, "began": ended.began, "said": ended.said, "file": str(ended.file)}
     return {"supervisor_job": None, "supervisor_died": died}
 
 
 def _warn_of_a_dead_supervisor(run_dir: RunDir) -> None:
-    """Name the job that ended before it began to supervise; the scheduler is asked only where a file says so."""
-    if never_began(run_dir, read_journal(run_dir.journal)) is None:
+    """Name the supervisor's job that is over though the run is not; the scheduler is asked where a file says so."""
+    events = read_journal(run_dir.journal)
+    holder = read_holder(run_dir)
+    is_alive = holder is not None and not is_gone(holder)
+    if is_alive or replay(events).is_over or last_supervisor(run_dir, events) is None:
         return
     died = who_comes(run_dir, None).get("supervisor_died")
     if died:
-        complain(f"{run_dir.path.name}: {never_began_text(died)}")
+        complain(f"{run_dir.path.name}: {dead_supervisor_text(died)}")
 
 
 def log(args: argparse.Namespace) -> int:

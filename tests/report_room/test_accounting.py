@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supervisor.journal import Finished, JobSeen, Submitted
-from supervisor.report.accounting import KINDS, Accounting, account
+from supervisor.report.accounting import Accounting, account
+from supervisor.report.spans import KINDS
 from tests.report_room.stories import PLAYED, REAL, Slow, Story, healthy, node_failures, one_spike, preemption_storm
 from tests.report_room.stories import recorded as real
 from worker.contract.loss_history import record
@@ -54,7 +55,7 @@ def test_steps_that_are_made_again_are_repeated_and_cost_what_they_took(tmp_path
     assert found.seconds("repeated") == 8 * Slow.step_s
     assert found.seconds("training") == 100 * Slow.step_s
     [cost] = found.interruptions
-    assert (cost.attempt, cost.steps_undone) == (2, 8)
+    assert (cost.segment, cost.steps_undone) == (2, 8)
     assert cost.idle_s == pytest.approx(Slow.load_s, abs=10)
     assert cost.lost_node_s == pytest.approx(cost.idle_s + 8 * Slow.step_s)
     assert cost.kept_node_s == 30 * Slow.step_s
@@ -63,7 +64,7 @@ def test_steps_that_are_made_again_are_repeated_and_cost_what_they_took(tmp_path
 def test_a_requeued_job_waits_in_the_queue_and_holds_no_node_there(tmp_path: Path) -> None:
     found = preemption_storm(tmp_path).story.accounting()
     assert found.seconds("queued") == pytest.approx(4 * 1800, abs=60)
-    assert [cost.restart for cost in found.interruptions] == [1, 2, 3, 4]
+    assert [cost.segment for cost in found.interruptions] == [2, 3, 4, 5]
     assert all(cost.idle_s > 1800 and cost.lost_node_s < 120 for cost in found.interruptions)
 
 

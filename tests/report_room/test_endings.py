@@ -72,10 +72,18 @@ def test_nobody_is_sent_to_a_traceback_that_a_kill_cannot_leave(tmp_path: Path) 
     stage.leave(Outcome.CRASHED, error=KILLED)
     stage.settle()
     again = [event for event in stage.events if isinstance(event, Continued)][-1]
-    assert again.reason == "the worker ended: killed by signal 9 (Killed)"
-    assert "there is no traceback" in dict(details_of(again))["try"]
-    raised = again.model_copy(update={"reason": "the worker ended: crashed"})
-    assert dict(details_of(raised))["try"].startswith("the traceback is in")
+    assert again.reason == "the worker ended: rank 0 on n1 was killed by signal 9 (Killed)"
+
+    def tried(reason: str) -> str:
+        return dict(details_of(again.model_copy(update={"reason": reason})))["try"]
+
+    assert "most often memory ran out" in tried(again.reason)
+    assert "native code" in tried("the worker ended: rank 0 on n1 was killed by signal 11 (Segmentation fault)")
+    assert "somebody outside" in tried("the worker ended: rank 0 on n1 was killed by signal 15 (Terminated)")
+    assert "another rank ended first" in tried("the worker was ended by its agent: rank 1 on n1: the trainers of [0]")
+    assert tried("the worker crashed: rank 0 on n1: KeyError: 'x'").startswith("the traceback is in")
+    given_up = GaveUp(reason=f"10 attempts without a new healthy checkpoint; the last: {again.reason}", saved_step=30)
+    assert [text[:8] for label, text in details_of(given_up) if label == "try"] == ["signal 9", "higgsfie"]
 
 
 def test_a_run_that_was_only_watched_says_what_would_have_been_made(tmp_path: Path) -> None:

@@ -54,6 +54,27 @@ def test_it_fits_every_terminal(columns: int, rows: int) -> None:
         assert all(len(line) <= columns for line in lines)
 
 
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_figures_are_whole_or_not_there_whatever_their_size(columns: int) -> None:
+    story = recorded("demo")
+    wide = {"loss": -1234567.8, "lr": 1.2345e-05, "grad_norm": 987654.3, "tokens_per_s": 12345678.0, "step_s": 1234.5}
+    records = [*story.records[:-1], story.records[-1].model_copy(update=wide)]
+    row = {"name": "qwen-2.5-7b-sft", "state": "recovering", "step": 123456, "max_steps": 1234567}
+    title, bar, figures, *rest = picture(Story(story.events, records), columns, 24, lr_scale=0.0625, eta=4e9, **row)
+    assert title.startswith("qwen-2.5-7b-sft: recovering, step 123,456 of 1,234,567")
+    assert "done " in bar
+    whole = [
+        "loss -1.235e+06",
+        "rate 1.23e-05 (x 0.0625)",
+        "grad norm 9.88e+05",
+        "12,345,678 tokens/s",
+        "1.23e+03 s/step",
+    ]
+    assert figures.split("  ") == whole[: len(figures.split("  "))]
+    assert len(figures.split("  ")) > 1
+    assert all(len(line) <= columns for line in (title, bar, figures, *rest))
+
+
 def test_a_curve_without_unicode_has_none() -> None:
     lines = curve_lines([(n, 4 - n / 50) for n in range(100)], [(50, 1e9)], 60, 8, is_unicode=False)
     assert all(line.isascii() for line in lines)
@@ -141,7 +162,7 @@ def test_it_shows_a_run_that_nobody_supervises_and_leaves_the_terminal_clean(
     stage.train(30)
     terminal.shows("step 30 of 100")
     terminal.tmux("resize-window", "-t", "0", "-x", "60", "-y", "16")
-    eventually(lambda: terminal.shown.count("\n") <= 16 and "V verdict" in terminal.shown)
+    eventually(lambda: terminal.shown.count("\n") <= 16 and "q quits" in terminal.shown)
     terminal.type("q")
     terminal.shows("before")
     assert terminal.facts == "0 1"

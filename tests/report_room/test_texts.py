@@ -18,13 +18,12 @@ from supervisor.evidence import Evidence
 from supervisor.journal import Diagnosis, Event, EventBase, HangSeen, JobSeen, RolledBack, RunCreated, WouldHaveDone
 from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import duration, local_moment, node_hours, share, size
-from supervisor.report.log_text import SinceError, closing_summary, log_lines, since_time
+from supervisor.report.log_text import SinceError, closing_summary, log_lines, milestones, since_time
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import (
     batches_text,
     details_of,
     event_lines,
-    is_milestone,
     is_told,
     lay_out,
     text_of,
@@ -91,7 +90,7 @@ def test_a_hang_and_what_was_only_observed_say_all_there_is() -> None:
     observed = WouldHaveDone(cause="spike", where="same_allocation", resume_from="checkpoint-80", lr_scale=0.5)
     assert text_of(observed) == "would have begun at checkpoint-80, at 0.5 of the configured rate (spike)"
     assert ("done", "nothing: recovery.mode is observe") in details_of(observed)
-    assert all(map(is_milestone, (hang, observed)))
+    assert milestones([hang, observed]) == {0, 1}
     widest = max(len(word_of(kind.model_construct())) for kind in get_args(Event) if is_told(kind.model_construct()))
     assert widest < 15
 

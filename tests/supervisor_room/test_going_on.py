@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from slurm.job import JobState
 from supervisor import cli, supervise
 from supervisor.job_request import supervisor_request
-from supervisor.journal import Journal, ResumeRequested, SupervisorStarted
+from supervisor.journal import GaveUp, Journal, ResumeRequested, SupervisorStarted
 from supervisor.run_state import replay
 from supervisor.runs import open_or_create, standing
 from supervisor.verbs import going
@@ -104,9 +105,25 @@ def test_a_supervisor_that_died_before_it_began_is_named_with_its_last_words(
     assert said in told(capsys, "status", "--dir", str(tmp_path))
     assert cli.main(["log", run]) == cli.OK
     assert said in capsys.readouterr().err
-    began = SupervisorStarted(reason="", host="h", pid=1)
-    Journal(run_dir.journal, lambda: 1.0, lambda: None).record(began, 0, 1)
+
+    def begins(in_job: str | None) -> None:
+        began = SupervisorStarted(reason="", host="h", pid=1, job_id=in_job)
+        Journal(run_dir.journal, time.time, lambda: None).record(began, 0, 1)
+
+    begins(None)
     assert "nobody supervises it" in told(capsys, "status", run)
+    later = "a later start comes to nothing"
+    (run_dir.jobs / "99_0_log.err").write_text(f"{later}\n")
+    assert f"its supervisor's job 99 ended without starting: {later}" in told(capsys, "status", run)
+    (run_dir.jobs / "99_submission.sh").write_text("#SBATCH --job-name=hx-00000000-1234\n")
+    assert "nobody supervises it" in told(capsys, "status", run)  # it was a question to the weights
+    begins(job_id)
+    said = f"job {job_id} ended before the run did: bash: /nope/python: No such file (all of it: "
+    assert said in told(capsys, "status", run)
+    Journal(run_dir.journal, time.time, lambda: None).record(GaveUp(reason="enough"), 0, 1)
+    assert "supervisor's job" not in told(capsys, "status", run)
+    assert cli.main(["log", run]) == cli.OK
+    assert "supervisor's job" not in capsys.readouterr().err
 
 
 def test_a_scheduler_that_does_not_answer_leaves_it_open_who_comes(

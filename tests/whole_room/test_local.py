@@ -24,7 +24,7 @@ from supervisor.journal import (
     VerdictSeen,
 )
 from supervisor.report import tfevents
-from supervisor.report.accounting import KINDS
+from supervisor.report.spans import KINDS
 from supervisor.views import accounting_of
 from tests.whole_room.house import KILL, House, environment, furnish, send, steps
 from worker.contract.loss_history import surviving

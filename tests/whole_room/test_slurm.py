@@ -132,7 +132,7 @@ def test_stopped_resumed_cancelled_by_a_person_and_resumed_to_the_end(
         [job] = jobs(slurm_cluster)
         slurm_cluster.ask("scancel", job)
         assert second.wait() == 4, house.printed(second)
-        assert house.those(Stopped)[1].reason == f"job {job} was cancelled, and not by this supervisor"
+        assert house.those(Stopped)[1].reason == f"job {job} was CANCELLED by a person, not by this supervisor"
         house.until(lambda: not jobs(slurm_cluster))
         house.leaves_nothing()
 

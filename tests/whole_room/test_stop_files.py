@@ -37,6 +37,11 @@ def test_save_saves_and_goes_on_and_stop_stops_until_a_person_says_resume(tmp_pa
 
         assert house.higgsfield("run", "tiny.yaml").returncode == 4  # it stays stopped
         assert house.run.stop_file.exists()
+        resumed = house.start("resume", "tiny")
+        house.waits_for_step(house.records[-1].step + 1)
+        resumed.terminate()  # as Ctrl-C: in one line what goes on, and how to come back
+        assert resumed.wait() == 130
+        assert "the worker goes on without a supervisor; `higgsfield resume" in house.printed(resumed)
         assert house.higgsfield("resume", "tiny").returncode == 0
         assert not house.run.stop_file.exists()
         assert [each.cause for each in house.those(Continued)] == ["first", "resumed"]

@@ -8,8 +8,9 @@
   const panels = [...chart.querySelectorAll("canvas")].map((canvas) => ({ canvas, name: canvas.dataset.panel }));
   const titles = { loss: "loss", lr: "learning rate", grad_norm: "gradient norm" };
   const margin = { left: 64, right: 12, top: 22, bottom: 18 };
-  const glyphs = { verdict: "\u25bc", rollback: "\u21b6", preempted: "\u25ae", trouble: "\u2715" };
-  const colours = { verdict: "--alarm", rollback: "--rollback", preempted: "--preempted", trouble: "--alarm" };
+  const glyphs = { verdict: "\u25bc", rollback: "\u21b6", preempted: "\u25ae", stopped: "\u25a0", resumed: "\u25b6\ufe0e", trouble: "\u2715" };
+  const colours = { verdict: "--alarm", rollback: "--rollback", preempted: "--preempted", stopped: "--faint", resumed: "--faint", trouble: "--alarm" };
+  const aside = { rollback: -9, stopped: -7, resumed: 7 }; // marks that often share their step with another one
 
   const last = Math.max(1, ...data.segments.map((each) => each.step[each.step.length - 1]));
   const first = Math.min(...data.segments.map((each) => each.step[0]), last);
@@ -215,7 +216,7 @@
       line(pen, at, margin.top, at, height - margin.bottom);
       pen.setLineDash([]);
       if (name !== "loss") continue;
-      pen.fillText(glyphs[mark.kind], at + (mark.kind === "rollback" ? -9 : 0), 6);
+      pen.fillText(glyphs[mark.kind], at + (aside[mark.kind] || 0), 6);
       if (mark.kind === "rollback") {
         line(pen, Math.max(margin.left, x(mark.to)), margin.top - 1, at, margin.top - 1);
         line(pen, x(mark.to), margin.top - 1, x(mark.to), margin.top + 5);

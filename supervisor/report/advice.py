@@ -1,0 +1,78 @@
+"""What a person may try after an event.  Pure."""
+
+import re
+import signal
+from collections.abc import Iterator
+from typing import Final
+
+from supervisor.journal import Continued, Event, GaveUp, RolledBack
+
+_LOWER: Final = "a lower training.optimizer.learning_rate, a longer training.schedule.warmup"
+_ADVICE: Final = {
+    "spike": f"if it comes again: {_LOWER}, or training.max_grad_norm where it is off",
+    "divergence": f"if it comes again: {_LOWER}",
+    "nonfinite": f"if it comes again: training.precision bf16 or fp32 instead of fp16, {_LOWER}",
+    "refused": "look at the disk that holds the checkpoints; higgsfield doctor checks it",
+    "hang": "look at the stacks in the attempt's folder: they say where each rank stood",
+    "out_of_memory": "a smaller training.batch_size with more gradient_accumulation, or activation_checkpointing",
+    "vanished": "the job left no word: jobs/ has its stderr (ID_0_log.err); `sacct -j ID` may say why",
+    "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
+}
+_AFTER_A_KILL: Final = (
+    "signal 9 leaves no traceback: most often memory ran out, or a person sent it; the node's dmesg names what was "
+    "killed for memory, `sacct -j JOB -o State,MaxRSS,ReqMem` what the job used; logs/train.log has its last words"
+)
+_AFTER_A_FAULT: Final = (
+    "a fault in native code (a driver, a library) or bad memory, and no error of Python: logs/train.log has its last "
+    "words; where it comes again on one node alone, it is the node"
+)
+_AFTER_A_REQUEST: Final = "somebody outside sent that signal: there is no traceback to look for"
+_FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+_AFTER_ANOTHER: Final = (
+    "another rank ended first, and its agent may be gone with it: attempts/ has the exit reports of those that wrote "
+    "one, logs/train.log the last words"
+)
+_NOTHING_TO_LOSE: Final = (
+    "no checkpoint would be lost: edit config.yaml in the run's folder and higgsfield resume, or remove that folder "
+    "and begin anew"
+)
+
+
+def advice(event: Event) -> Iterator[tuple[str, str]]:
+    """What to try after an event: pairs of the word ``try`` and a text; none where there is nothing to do."""
+    match event:
+        case RolledBack() if event.cause == "rollback":
+            return  # a person asked for it, and knows why
+        case RolledBack() if event.diagnosis is not None:
+            yield "try", f"if it comes again: {event.diagnosis.next}"
+        case RolledBack() if event.skip_batches:
+            yield "try", "look at the data of those batches; recovery.spike.skip says when they are left out"
+        case Continued() if event.cause == "crash":
+            yield "try", _after_crash(event.reason) or _ADVICE["crash"]
+        case RolledBack() | Continued() if event.cause in _ADVICE:
+            yield "try", _ADVICE[event.cause]
+        case GaveUp() if event.saved_step is None:
+            yield from _of_last_crash(event)
+            yield "try", _NOTHING_TO_LOSE
+        case GaveUp():
+            yield from _of_last_crash(event)
+            yield "try", "higgsfield resume goes on with fresh budgets; another rate or other data are another run.name"
+        case _:
+            return
+
+
+def _of_last_crash(event: GaveUp) -> Iterator[tuple[str, str]]:
+    told = _after_crash(event.reason)
+    if told is not None:
+        yield "try", told
+
+
+def _after_crash(reason: str) -> str | None:
+    """What to do about a crash that leaves no traceback; None where there is one."""
+    killed = re.search(r"killed by signal (\d+)", reason)
+    if killed is None:
+        return _AFTER_ANOTHER if "was ended by its agent" in reason or "ended (rank_died)" in reason else None
+    number = int(killed[1])
+    if number == signal.SIGKILL:
+        return _AFTER_A_KILL
+    return _AFTER_A_FAULT if number in _FAULTS else _AFTER_A_REQUEST
