@@ -16,7 +16,7 @@ from supervisor.page_file import page_place, publish_page
 from supervisor.report.accounting import Accounting, account
 from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import printable
-from supervisor.report.log_text import closing_summary, entry_lines, log_lines, milestones
+from supervisor.report.log_text import closing_summary, costs_of, entry_lines, log_lines, milestones
 from supervisor.report.page import Facts, render
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import WIDTH, is_told
@@ -116,8 +116,9 @@ def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
 def show_milestones(run_dir: RunDir, out: TextIO) -> None:
     """Print the rollback log proper, for the end of a run in the foreground."""
     known = read_evidence(run_dir)
+    costs = costs_of(_accounting(known))
     for number in sorted(milestones(known.events)):
-        for line in entry_lines(known.events[number], None, columns(out)):
+        for line in entry_lines(known.events[number], costs.get(number), columns(out)):
             print(line, file=out)
     print("\n".join(_summary(known)), file=out)
 

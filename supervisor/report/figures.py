@@ -8,6 +8,9 @@ from typing import Final
 FAR_S: Final = 14 * 86400.0
 """An expected start further away than this is Slurm's way to say that it does not know."""
 
+_SECONDS_MATTER_S: Final = 600
+"""Up to here a duration has its seconds: beside its parts, two minutes are not one."""
+
 _SIZES: Final = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -40,17 +43,20 @@ def _here(time: float) -> datetime:
 
 
 def duration(seconds: float) -> str:
-    """``0.4 s``, ``42 s``, ``7 min``, ``3 h 20 min`` or ``2 d 4 h``."""
+    """``0.4 s``, ``42 s``, ``1 min 55 s``, ``7 min``, ``3 h 20 min`` or ``2 d 4 h``."""
     seconds = max(0.0, seconds)
     if seconds < 9.95:
         return f"{seconds:.1f} s".replace(".0 s", " s")
-    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
-    if seconds < 59.5:
-        return f"{round(seconds)} s"
-    if hours < 1:
-        return f"{max(1, minutes)} min"
-    text = f"{hours} h {minutes % 60} min" if days < 1 else f"{days} d {hours % 24} h"
-    return text.removesuffix(" 0 min").removesuffix(" 0 h")
+    whole, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < _SECONDS_MATTER_S:
+        return f"{whole // 60} min {whole % 60} s".removesuffix(" 0 s")
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min")
+    return f"{hours // 24} d {hours % 24} h".removesuffix(" 0 h")
 
 
 def node_hours(node_s: float, whole_s: float | None = None) -> str:

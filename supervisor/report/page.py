@@ -149,10 +149,11 @@ def _time_rows(accounting: Accounting) -> Iterator[str]:
     for kind in KINDS:
         seconds = accounting.seconds(kind)
         if seconds > 0:
-            cells = (share(seconds, accounting.wall_s), duration(seconds), node_hours(accounting.node_s(kind)))
+            nodes = node_hours(accounting.node_s(kind), whole_s=accounting.node_s())
+            cells = (share(seconds, accounting.wall_s), duration(seconds), nodes)
             key = f'<span class="key kind {kind}">{_letters(kind)}</span> {kind}'
             yield _row([key, _text(MEANING[kind]), *map(_text, cells)])
-    whole = (share(1, 1), duration(accounting.wall_s), node_hours(accounting.node_s()))
+    whole = (share(1, 1), duration(accounting.wall_s), node_hours(accounting.node_s(), whole_s=accounting.node_s()))
     yield _row(["in all", "from the run's making to the last thing known of it", *map(_text, whole)])
 
 
@@ -210,7 +211,7 @@ def _versions(facts: Facts) -> Iterator[str]:
     known: dict[str, str] = {}
     for event in facts.events:
         if isinstance(event, RunCreated):
-            known |= event.versions
+            known |= event.versions | {"higgsfield": event.versions.get("higgsfield-supervisor", "")}
             yield from (_row([_text(name), _text(version)]) for name, version in event.versions.items())
     for record in facts.records:
         if record.start is None:
