@@ -31,7 +31,8 @@ from supervisor.journal import (
     SubmitIntended,
     Submitted,
 )
-from supervisor.observation import Observation, news
+from supervisor.news import news
+from supervisor.observation import Observation
 from supervisor.policy import decide
 from supervisor.run_state import RunState, apply
 from supervisor.save_interval import SaveCosts, best_interval_s

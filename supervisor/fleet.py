@@ -13,7 +13,8 @@ from typing import Final, TextIO, cast
 
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.decision import Decision, Wait
-from supervisor.job_looks import BUSY_LOOK_S, JobLooks
+from supervisor.disk import seconds_between_passes
+from supervisor.job_looks import BUSY_LOOK_S, NODES_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.lease import (
     BEAT_EVERY_S,
     DEAD_AFTER_S,
@@ -29,16 +30,13 @@ from supervisor.report.screen import Lines
 from supervisor.runs import RunError, is_run
 from supervisor.sparing import SparingScheduler
 from supervisor.supervise import read_state, take_up
-from supervisor.watch import Watched, one_pass, seconds_between_passes
+from supervisor.watch import Watched, is_due, one_pass
 from worker.contract import config as contract_config
 from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
 
-SEEN_WITHIN_S: Final = 2.0
-"""From a file's change to the pass that sees it, where passes are quick and the disk is local."""
-QUIET_LOOK_S: Final = 40.0
-NODES_LOOK_S: Final = 120.0
-"""Between looks at the jobs and at their nodes while all runs train: two calls a minute, whatever their number."""
+TURN_S: Final = 1.0
+"""The longest pause between two passes, where passes are quick and the disk is local."""
 AGAIN_AFTER_S: Final = 60.0
 """When a run that was put aside is tried again, changed or not."""
 _WAITING_S: Final = 1.0
@@ -52,7 +50,7 @@ def supervise_all(runs: Path, out: TextIO, is_told_to_leave: Callable[[], bool])
     """
     own = take_lease(_folder(runs))
     fleet = Fleet(runs, out)
-    least_s = seconds_between_passes(own.run_dir)
+    least_s = seconds_between_passes(own.run_dir.path)
     try:
         while not is_told_to_leave():
             begun, worked = time.monotonic(), time.process_time()
@@ -101,11 +99,11 @@ def _folder(runs: Path) -> RunDir:
 
 
 def _pause_s(pass_s: float, cpu_s: float, least_s: float) -> float:
-    """A tenth of a core at most goes into passes, as far as what happens is still seen in time.
+    """A tenth of a core at most goes into passes, as far as what happens is still seen within two seconds.
 
     What changes just after its turn waits for the rest of this pass, the pause, and as much of the next one.
     """
-    return max(least_s, min(10.0 * cpu_s, SEEN_WITHIN_S - 2.0 * pass_s))
+    return max(least_s, min(10.0 * cpu_s, TURN_S, 2.0 - 2.0 * pass_s))
 
 
 @dataclass
@@ -122,6 +120,11 @@ class _Hand:
         """Whether it need not submit one, which takes long."""
         return self.watched.run.state.has_live_job
 
+    @property
+    def turn(self) -> int:
+        """Those have their turn first whose workers wait for an answer, and those last that have none."""
+        return 2 if not self.has_job else 0 if self.watched.observer.has_verdict else 1
+
 
 @dataclass
 class _Other:
@@ -136,8 +139,9 @@ class _Other:
 class _Aside:
     """A run that there is nothing to do for until its journal changes, or for a while."""
 
+    run_dir: RunDir
     stamp: tuple[int, int]
-    until: float
+    until: float = float("inf")
 
 
 class Fleet:
@@ -170,14 +174,15 @@ class Fleet:
                 self._beat_in_between()
 
     def tend(self) -> bool:
-        """One pass over every run, those without a job last; whether there is more to do at once."""
+        """One pass over every run in which something happened, or that is due; whether there is more to do at once."""
         together: dict[JobLooks, list[Watched]] = {}
         for hand in self._hands.values():
             together.setdefault(hand.looks, []).append(hand.watched)
         for looks, runs in together.items():
             looks.look_if_due([each.run for each in runs])
         until, has_more = None, False
-        for name in sorted(self._hands, key=lambda name: not self._hands[name].has_job):
+        due = [name for name in list(self._hands) if self._is_due(name)]
+        for name in sorted(due, key=lambda name: self._hands[name].turn):
             if name in self._hands and not self._hands[name].has_job:
                 until = until or time.monotonic() + _WAITING_S
                 if time.monotonic() > until:
@@ -200,16 +205,16 @@ class Fleet:
 
     def _is_worth_a_look(self, name: str) -> bool:
         aside = self._aside.get(name)
-        return aside is None or time.monotonic() >= aside.until or _stamp(self._runs / name) != aside.stamp
+        return aside is None or time.monotonic() >= aside.until or _stamp(aside.run_dir) != aside.stamp
 
     def _take(self, name: str) -> None:
         run_dir = RunDir(self._runs / name)
         if not is_run(run_dir.path):
             return
-        stamp = _stamp(run_dir.path)
+        stamp = _stamp(run_dir)
         state = read_state(run_dir)
         if state.is_over or state.rehearse is not None:  # whoever rehearses supervises, and kills what supervises
-            self._aside[name] = _Aside(stamp, float("inf"))
+            self._aside[name] = _Aside(run_dir, stamp)
             return
         if not self._is_free(name, run_dir):
             return
@@ -239,6 +244,11 @@ class Fleet:
             return False
         return holder.host != socket.gethostname() and now - before.since >= DEAD_AFTER_S
 
+    def _is_due(self, name: str) -> bool:
+        with self._alone(name):
+            return is_due(self._hands[name].watched, self._hands[name].looks)
+        return False
+
     def _pass(self, name: str, together: Sequence[Watched]) -> bool:
         hand = self._hands[name]
         before, hand.decision = hand.decision, one_pass(hand.watched, hand.looks, together)
@@ -250,7 +260,8 @@ class Fleet:
     def _let_go(self, name: str) -> None:
         """Tell who listens, which may take a while, and give the lease up after that."""
         hand = self._hands.pop(name)
-        self._aside[name] = _Aside(_stamp(hand.watched.run.run_dir.path), float("inf"))
+        run_dir = hand.watched.run.run_dir
+        self._aside[name] = _Aside(run_dir, _stamp(run_dir))
         thread = threading.Thread(target=_close, args=(hand.watched,))
         thread.start()
         self._leaving = [*(each for each in self._leaving if each.is_alive()), thread]
@@ -273,7 +284,8 @@ class Fleet:
         hand = self._hands.pop(name, None)
         if hand is not None:
             hand.watched.run.lease.give_up()
-        self._aside[name] = _Aside(_stamp(self._runs / name), time.monotonic() + AGAIN_AFTER_S)
+        run_dir = RunDir(self._runs / name)
+        self._aside[name] = _Aside(run_dir, _stamp(run_dir), time.monotonic() + AGAIN_AFTER_S)
         self._say(name, f"put aside: {why}")
 
     def _say(self, name: str, text: str) -> None:
@@ -305,10 +317,10 @@ class Fleet:
         self._beaten_at = time.monotonic()
 
 
-def _stamp(run: Path) -> tuple[int, int]:
+def _stamp(run_dir: RunDir) -> tuple[int, int]:
     """What changes whenever something is written into the run's journal, or its configuration is mended."""
     found = []
-    for path in (RunDir(run).journal, RunDir(run).config):
+    for path in (run_dir.journal, run_dir.config):
         try:
             found.append(path.stat().st_mtime_ns)
         except OSError:

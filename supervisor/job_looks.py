@@ -10,10 +10,10 @@ from slurm.job import JobState, JobStatus, Node, Reservation
 from slurm.parsing import duration_s
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.actions import SupervisedRun
-from supervisor.observation import look_up
 
-QUIET_LOOK_S: Final = 30.0
-"""Between looks at the scheduler while everything trains."""
+QUIET_LOOK_S: Final = 40.0
+NODES_LOOK_S: Final = 120.0
+"""Between looks at the jobs and at their nodes while all runs train: two calls a minute, whatever their number."""
 BUSY_LOOK_S: Final = 2.0
 """Between looks while something is about to change."""
 _SHARE_OF_A_WAIT: Final = 0.1
@@ -43,6 +43,12 @@ class JobLooks:
         self.reservations: Sequence[Reservation] = ()
         """Asked for where one may keep a job from starting, or did."""
         self.error: str | None = None
+        self._edition = 0
+        """Of what is known beside the jobs."""
+
+    def answer(self, job_id: str | None) -> object:
+        """What is known to a run with that job; equal to an earlier answer where nothing of it is new."""
+        return job_id in self.asked, self.found.get(job_id or ""), self._edition
 
     def look_if_due(self, runs: Sequence[SupervisedRun]) -> None:
         """Look again when the last look is old enough for what is going on; less often the longer nobody answers."""
@@ -53,7 +59,7 @@ class JobLooks:
 
     def _due_s(self, run: SupervisedRun) -> float:
         """Between looks for this run: the longer a job waits in the queue, the less often it is asked about."""
-        if not _is_about_to_change(run):
+        if not is_about_to_change(run):
             return self._quiet_s
         job = run.state.job
         waits_s = run.clock() - job.time if job is not None and job.state == JobState.PENDING.value else 0.0
@@ -72,11 +78,13 @@ class JobLooks:
     def look(self, runs: Sequence[SupervisedRun], *, with_nodes: bool = True) -> None:
         """Ask the scheduler now; without the nodes, what was known of them stays."""
         ids = [run.state.job_id for run in runs if run.state.job_id is not None]
-        self.found, self.error = look_up(self.scheduler, ids)
+        beside = self.nodes, self.reservations, self.error
+        self.found, self.error = _look_up(self.scheduler, ids)
         self._silences = 0 if self.error is None else self._silences + 1
         self.asked = frozenset(ids)
         if with_nodes or self.error is not None:
             self._look_at_nodes(runs)
+        self._edition += (self.nodes, self.reservations, self.error) != beside
         self._looked_at = time.monotonic()
 
     def _look_at_nodes(self, runs: Sequence[SupervisedRun]) -> None:
@@ -93,7 +101,18 @@ class JobLooks:
         return names.union(*(job.nodes for job in self.found.values() if not job.state.is_over))
 
 
-def _is_about_to_change(run: SupervisedRun) -> bool:
+def _look_up(scheduler: Scheduler, job_ids: Sequence[str]) -> tuple[Mapping[str, JobStatus], str | None]:
+    """One query for all jobs: their statuses, and the error where the scheduler did not answer."""
+    if not job_ids:
+        return {}, None
+    try:
+        return scheduler.look(job_ids), None
+    except SchedulerError as error:
+        return {}, str(error)
+
+
+def is_about_to_change(run: SupervisedRun) -> bool:
+    """Whether it does anything else than train."""
     state = run.state
     is_leaving = state.job is not None and state.job.state not in (JobState.RUNNING.value, JobState.SUSPENDED.value)
     return state.state != "training" or state.left is not None or state.verdict is not None or is_leaving

@@ -100,13 +100,16 @@ class Lease:
             raise LostError(f"{found.holder if found else 'nobody'} holds {self.run_dir.path.name} now")
 
     def beat(self) -> None:
-        """Show that the holder lives, every 10 s at most."""
+        """Show that the holder lives, every 10 s at most.
+
+        Not durable: a host that crashes has no holder any more, and a thousand runs would keep a disk busy with it.
+        """
         now = time.monotonic()
         if now - self.beaten_at < BEAT_EVERY_S:
             return
         self.check()
         self.file = self.file.model_copy(update={"beat": self.file.beat + 1})
-        publish_message(self.run_dir.lease, self.file)
+        publish_message(self.run_dir.lease, self.file, is_durable=False)
         self.beaten_at = now
 
     def give_up(self) -> None:

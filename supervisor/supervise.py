@@ -12,7 +12,8 @@ from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.actions import SupervisedRun
 from supervisor.audience import Audience
 from supervisor.decision import Decision, Wait
-from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
+from supervisor.disk import seconds_between_passes
+from supervisor.job_looks import BUSY_LOOK_S, NODES_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import NO_JOB, Lease, LostError, OwnJob, take_lease
 from supervisor.notify import Notifier
@@ -21,7 +22,7 @@ from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState, replay
 from supervisor.runs import changed_keys, refuse_spoilt
 from supervisor.views import ReportAtTheEnd
-from supervisor.watch import Watched, one_pass, seconds_between_passes, watch
+from supervisor.watch import Watched, one_pass, watch
 from worker.contract import config as contract_config
 from worker.contract.config import Config
 from worker.contract.files import is_left, remove_left
@@ -53,7 +54,7 @@ def supervise(
     if read_state(run_dir).is_over and not is_asked:
         return read_state(run_dir)
     watched, looks, lease = _begin(run_dir, out, own)
-    run, pass_s = watched.run, seconds_between_passes(run_dir)
+    run, pass_s = watched.run, seconds_between_passes(run_dir.path)
 
     def rest(seconds: float) -> None:
         if leaves(run):
@@ -90,7 +91,7 @@ def carry_out_request(run_dir: RunDir, out: TextIO) -> None:
         decision: Decision | None = None
         while _is_asked(watched) or not (isinstance(decision, Wait) or watched.run.state.is_over):
             if decision is not None:
-                time.sleep(seconds_between_passes(run_dir))
+                time.sleep(seconds_between_passes(run_dir.path))
             looks.look([watched.run])
             decision = one_pass(watched, looks, [watched])
 
@@ -166,8 +167,8 @@ def _clear_leftovers(run_dir: RunDir) -> None:
 def _looks(scheduler: Scheduler, run_dir: RunDir) -> JobLooks:
     """The stand-in is asked at each pass, because it costs nothing; a cluster as seldom as can be."""
     if isinstance(scheduler, LocalScheduler):
-        return JobLooks(scheduler, quiet_s=seconds_between_passes(run_dir), busy_s=0.0)
-    return JobLooks(scheduler, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S)
+        return JobLooks(scheduler, quiet_s=seconds_between_passes(run_dir.path), busy_s=0.0)
+    return JobLooks(scheduler, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S, nodes_s=NODES_LOOK_S)
 
 
 def _is_over(scheduler: Scheduler) -> Callable[[str], bool]:

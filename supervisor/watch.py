@@ -1,8 +1,8 @@
 """The loop: observe, decide, act, sleep; for one run or for many with one scheduler query for all."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final, Protocol
 
 from slurm.job import JobState, JobStatus
@@ -11,23 +11,23 @@ from supervisor.actions import SupervisedRun, carry_out, finish_open_intent, pub
 from supervisor.attempts import Rules, rules_of
 from supervisor.bad_nodes import strikes
 from supervisor.decision import Decision, Wait
+from supervisor.disk import stat_for
 from supervisor.hangs import hang_news
-from supervisor.job_looks import JobLooks
+from supervisor.job_looks import JobLooks, is_about_to_change
 from supervisor.journal import LookFailed, LookRecovered, RollbackRequested
-from supervisor.lease import LostError, OwnJob
-from supervisor.observation import Observation, Observer, news
+from supervisor.lease import BEAT_EVERY_S, LostError, OwnJob
+from supervisor.news import news
+from supervisor.observation import Observation
+from supervisor.observer import Glance, Observer
 from supervisor.policy import decide
 from supervisor.requests import clear_request, request_news
 from supervisor.run_state import RunState
 from worker.contract.files import UnusableFileError, remove_left
-from worker.contract.run_dir import RunDir
 
-LOCAL_PASS_S: Final = 0.3
-REMOTE_PASS_S: Final = 2.0
-_NETWORK_FILESYSTEMS: Final = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "fuse.ceph", "fuse.sshfs", "9p", "afs"}
-    | {"pvfs2", "orangefs", "wekafs", "panfs"}
-)
+REST_S: Final = 2.0
+"""How long a run is left in peace while nothing happens in its files: what is due by the clock comes so late."""
+LONG_REST_S: Final = 10.0
+"""And one that trains, or waits in the queue, and has hours for what is due."""
 
 
 class Ears(Protocol):
@@ -46,6 +46,17 @@ class Ears(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Rest:
+    """There was nothing to do, and nothing to wait for but time, the scheduler and files."""
+
+    until: float
+    """On the monotonic clock."""
+    answer: object
+    """What the scheduler had said."""
+    seen: Observation
+
+
 @dataclass
 class Watched:
     """A supervised run together with what the loop keeps about it between two passes."""
@@ -54,9 +65,11 @@ class Watched:
     ears: Ears
     observer: Observer = field(init=False)
     rules: Rules = field(init=False)
+    rest: Rest | None = None
+    """None = the next pass is due at once."""
 
     def __post_init__(self) -> None:
-        self.observer = Observer(self.run.run_dir)
+        self.observer = Observer(self.run.run_dir, stat_for(self.run.run_dir.path))
         self.rules = rules_of(self.run.config)
 
 
@@ -65,14 +78,32 @@ def watch(runs: Sequence[Watched], sleep: Callable[[float], None], looks: JobLoo
     while remaining := [each for each in runs if not each.run.state.is_over]:
         looks.look_if_due([each.run for each in remaining])
         for each in remaining:
-            one_pass(each, looks, remaining)
+            if is_due(each, looks):
+                one_pass(each, looks, remaining)
         if not all(each.run.state.is_over for each in runs):
             sleep(pass_s)
 
 
+def is_due(watched: Watched, looks: JobLooks) -> bool:
+    """Whether a pass may find something to do: by the clock, the scheduler's answer and a glance at the files."""
+    rest, run = watched.rest, watched.run
+    if rest is None:
+        return True
+    glance = watched.observer.glance()  # also where a pass is due anyway: it tells who is to have his turn first
+    if glance is Glance.NEWS or time.monotonic() >= rest.until or looks.answer(run.state.job_id) != rest.answer:
+        return True
+    if run.own.has_lost_its_worker(run.state.job_id):
+        return True
+    if glance is Glance.STEPS:
+        rest = watched.rest = replace(rest, seen=replace(rest.seen, branch=watched.observer.branch))
+    watched.ears.progress(run.state, rest.seen)
+    return False
+
+
 def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> Decision:
     """One look at one run, and what follows from it; a full disk or a silent scheduler is waited out."""
-    run = watched.run
+    run, before = watched.run, watched.run.state
+    watched.rest = None
     try:
         run.lease.beat()
         if run.state.open_intent is not None:
@@ -87,6 +118,8 @@ def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> 
             decision, seen = _look_and_decide(watched, looks)
         carry_out(run, decision)
         watched.ears.progress(run.state, seen)
+        if isinstance(decision, Wait) and run.state is before:
+            watched.rest = Rest(_rest_until(run, seen), looks.answer(run.state.job_id), seen)
     except SchedulerError as error:
         watched.ears.trouble(f"the scheduler does not answer: {error}")
         return Wait(f"the scheduler does not answer: {error}")
@@ -99,6 +132,13 @@ def one_pass(watched: Watched, looks: JobLooks, together: Sequence[Watched]) -> 
         )
         return Wait(str(error))
     return decision
+
+
+def _rest_until(run: SupervisedRun, seen: Observation) -> float:
+    """When the next pass is due where nothing happens: with the next beat at the latest."""
+    is_queued = seen.job is not None and seen.job.state is JobState.PENDING
+    is_long = is_queued or (not is_about_to_change(run) and not seen.reports)
+    return min(time.monotonic() + (LONG_REST_S if is_long else REST_S), run.lease.beaten_at + BEAT_EVERY_S)
 
 
 def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Observation]:
@@ -163,23 +203,3 @@ def _note_silence(run: SupervisedRun, seen: Observation) -> None:
         run.record(LookFailed(error=seen.look_error, reason="the scheduler does not answer; silence is not an ending"))
     elif seen.look_error is None and since is not None:
         run.record(LookRecovered(quiet_s=seen.now - since, reason="the scheduler answers again"))
-
-
-def seconds_between_passes(run_dir: RunDir, mounts: Path = Path("/proc/self/mountinfo")) -> float:
-    """How often to look at a run's files: 0.3 s on a local disk, 2 s on one that other hosts share."""
-    return REMOTE_PASS_S if _filesystem(run_dir.path, mounts) in _NETWORK_FILESYSTEMS else LOCAL_PASS_S
-
-
-def _filesystem(path: Path, mounts: Path) -> str:
-    """The type of the file system that ``path`` lies on; empty where that cannot be known."""
-    best, kind = "", ""
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        fields = line.split()
-        point = fields[4].encode().decode("unicode_escape")
-        if len(point) >= len(best) and path.resolve().is_relative_to(point):
-            best, kind = point, fields[fields.index("-") + 1]
-    return kind

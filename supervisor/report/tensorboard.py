@@ -54,17 +54,21 @@ class TensorBoard:
 
     def _begin_anew(self) -> None:
         self._reader = HistoryReader(self._run_dir.history)
-        self._written: dict[Path, int] = {}
-        self._passed: Counter[Path] = Counter()
+        self._written: dict[str, int] = {}
+        self._passed: Counter[str] = Counter()
         self._last: Record | None = None
+        self._shown: Record | None = None
+        self._plans: dict[int, Plan] = {}
+        self._journal_bytes = -1
 
     def event(self, event: Event) -> None:
         """Events are read from the journal, together with the records."""
 
     def progress(self, run: RunState, seen: Observation) -> None:
         """Write what is new, every few seconds at most."""
-        if time.monotonic() - self._written_at >= WRITE_EVERY_S:
+        if seen.last is not self._shown and time.monotonic() - self._written_at >= WRITE_EVERY_S:
             self.write()
+            self._shown = seen.last
 
     def close(self, run: RunState) -> None:
         """Write the rest."""
@@ -77,49 +81,55 @@ class TensorBoard:
         try:
             records = self._reader.new_records()
             if records:
-                events = read_journal(self._run_dir.journal)
-                self._write_records(records, _plans(events))
+                events = self._new_events()
+                self._plans |= _plans(events)
+                self._write_records(records, self._plans)
                 self._write_rollbacks(events)
         except (OSError, UnusableFileError):
             self._begin_anew()
             raise
 
+    def _new_events(self) -> Sequence[Event]:
+        """All of the journal, where it has grown since the last time."""
+        before, self._journal_bytes = self._journal_bytes, self._run_dir.journal.stat().st_size
+        return read_journal(self._run_dir.journal) if self._journal_bytes != before else ()
+
     def _write_records(self, records: Sequence[Record], plans: dict[int, Plan]) -> None:
-        pending: dict[Path, list[bytes]] = {}
+        pending: dict[str, list[bytes]] = {}
         for record in records:
             values = scalars(record, plans.get(record.attempt))
             event = tfevents.scalars_event(record.time, record.step, values)
             comes_again = self._last is not None and record.step <= self._last.step
             mark = tfevents.start_event(record.time, record.step) if comes_again else b""
             self._last = record
-            self._add(pending, self._file(f"segment-{record.segment:04d}"), event)
-            self._add(pending, self._file("survived"), mark + event)
-        for path, parts in pending.items():
-            _append(path, b"".join(parts), records[0].time)
+            self._add(pending, f"segment-{record.segment:04d}", event)
+            self._add(pending, "survived", mark + event)
+        for name, parts in pending.items():
+            _append(self._file(name), b"".join(parts), records[0].time)
 
     def _write_rollbacks(self, events: Sequence[Event]) -> None:
         rollbacks = [event for event in events if isinstance(event, RolledBack)]
         verdicts = {e.attempt: e for e in events if isinstance(e, VerdictSeen)}
         for number, rolled in enumerate(rollbacks, 1):
-            path = self._file(f"rollback-{number:03d}")
-            pending: dict[Path, list[bytes]] = {}
-            self._passed[path] = 0
+            name = f"rollback-{number:03d}"
+            pending: dict[str, list[bytes]] = {}
+            self._passed[name] = 0
             for event in rollback_events(rolled, verdicts.get(rolled.attempt - 1)):
-                self._add(pending, path, event)
+                self._add(pending, name, event)
             for part in pending.values():
-                _append(path, b"".join(part), rolled.time)
+                _append(self._file(name), b"".join(part), rolled.time)
 
-    def _file(self, run: str) -> Path:
-        return self._run_dir.tensorboard / run / _FILE
+    def _file(self, name: str) -> Path:
+        return self._run_dir.tensorboard / name / _FILE
 
-    def _add(self, pending: dict[Path, list[bytes]], path: Path, event: bytes) -> None:
-        """Keep an event for a file, unless the file has it already."""
-        if path not in self._written:
-            self._written[path] = _mend_and_count(path)
-        self._passed[path] += 1
-        if self._passed[path] > self._written[path]:
-            pending.setdefault(path, []).append(event)
-            self._written[path] = self._passed[path]
+    def _add(self, pending: dict[str, list[bytes]], name: str, event: bytes) -> None:
+        """Keep an event for the file of that curve, unless the file has it already."""
+        if name not in self._written:
+            self._written[name] = _mend_and_count(self._file(name))
+        self._passed[name] += 1
+        if self._passed[name] > self._written[name]:
+            pending.setdefault(name, []).append(event)
+            self._written[name] = self._passed[name]
 
 
 def scalars(record: Record, plan: Plan | None) -> dict[str, float]:

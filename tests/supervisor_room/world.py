@@ -25,7 +25,8 @@ from supervisor.journal import (
     SubmitIntended,
     Submitted,
 )
-from supervisor.observation import Observation, news
+from supervisor.news import news
+from supervisor.observation import Observation
 from supervisor.policy import decide
 from supervisor.run_state import RunState, apply
 from tests.supervisor_room.stage import BEGIN, config, manifest

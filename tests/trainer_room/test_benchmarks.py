@@ -48,7 +48,17 @@ SCRIPTS = {
         [*HEADED, r"plain Trainer .* 1\.00", rf"higgsfield +{NUMBER}", rf"in background .* {NUMBER}$"],
     ),
     "relaunch": ("--relaunches 1", [*HEADED, rf"cold{figures(4)} +1$", rf"zygote{figures(4)} +1$", "trainer of cold"]),
-    "supervisor": ("--runs 1 3 --seconds 1 --settle 1", [r"\| 1 \| \d+ MiB.* s \(", r"\| 3 \| \d+ MiB.* s \("]),
+    "supervisor": (
+        "--runs 1 3 --seconds 1 --settle 1",
+        [
+            *HEADED,
+            rf"1 +resident memory +{NUMBER} MiB +60 MiB .*met$",
+            rf"1 +CPU, of a core +{NUMBER} % +0\.2 % .*met$",
+            r"1 +Slurm calls a minute .* 2 .*met$",
+            rf"3 +resident memory +{NUMBER} MiB$",
+            rf"3 +record to decision +{NUMBER} s +2 s .*met$",
+        ],
+    ),
     "goodput": (
         "--days 0.1 --seeds 1 --nodes 1 2048",
         [*HEADED, *[r"\| .* \| 1 \| .*%", r"\| .* \| 2048 \| .*%"] * 4, r"\| 1 \| .* min \|", r"\| 2048 \| .* min \|"],

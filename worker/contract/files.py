@@ -42,28 +42,30 @@ def encode(value: Any) -> str:
     return _ENCODER.encode(value)
 
 
-def publish(path: Path, text: str, mode: int = 0o666) -> None:
+def publish(path: Path, text: str, mode: int = 0o666, *, is_durable: bool = True) -> None:
     """Put ``text`` at ``path`` whole and durably: a reader sees the old file or the new one, never a part.
 
-    ``mode`` is what the umask is taken from.
+    ``mode`` is what the umask is taken from. Not ``is_durable``: what a crash of this host may undo, or spoil.
     """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     try:
         with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if is_durable:
+        sync_folder(path.parent)
 
 
-def publish_message(path: Path, message: Message) -> None:
+def publish_message(path: Path, message: Message, *, is_durable: bool = True) -> None:
     """Publish a message as JSON with every field written out."""
-    publish(path, encode(message.model_dump(mode="json")) + "\n")
+    publish(path, encode(message.model_dump(mode="json")) + "\n", is_durable=is_durable)
 
 
 def open_data(path: Path) -> BinaryIO:
