@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from slurm import reasons
 from slurm.job import JobState
 from supervisor.config import Told
 from supervisor.doctor import CheckedItem
@@ -58,6 +59,8 @@ class Note:
     title: str
     text: str
     event: dict[str, Any] | None = None
+    time: float | None = None
+    """UTC seconds."""
 
 
 def is_worth_a_word(event: Event) -> bool:
@@ -69,15 +72,14 @@ def note_of(event: Event) -> Note:
     """An event as a message."""
     details = [f"{label}: {text}" if label else text for label, text in details_of(event)]
     text = "\n".join(printable(line) for line in [text_of(event), *details])
-    return Note(printable(word_of(event).lower()), text, event.model_dump(mode="json"))
+    return Note(printable(word_of(event).lower()), text, event.model_dump(mode="json"), event.time)
 
 
 def message_of(name: str, folder: str, notes: Sequence[Note]) -> dict[str, Any]:
     """What is sent: one note as it is, several as a digest."""
     last = notes[-1].title
     title = f"{name}: {last}" if len(notes) == 1 else f"{name}: {len(notes)} events, the last: {last}"
-    told = [(note.event or {}).get("time") for note in notes]
-    times = [f"{local_time(time)}  " if isinstance(time, float) else "" for time in told]
+    times = ["" if note.time is None else f"{local_time(note.time)}  " for note in notes]
     body = "\n\n".join(f"{time}{note.title.upper()}: {note.text}" for time, note in zip(times, notes, strict=True))
     events = [note.event for note in notes if note.event is not None]
     return {"run": name, "dir": folder, "title": title, "body": f"{body}\n\nhiggsfield log {folder}", "events": events}
@@ -136,9 +138,9 @@ class Notifier:
             self._late_at = max(self._waits_since, job.starts_at or 0.0) + LATE_S
         elif 0 < self._late_at < seen.now:
             self._late_at = 0.0
-            why = f" ({job.why})" if job.why else ""
-            waited = duration(seen.now - self._waits_since)
-            self._pending.append(Note("still waiting", f"job {job.job_id} waits longer than expected: {waited}{why}"))
+            why = ": ".join(each for each in (reasons.explain(job), job.why) if each)
+            said = f"job {job.job_id} waits longer than expected, for {duration(seen.now - self._waits_since)} by now"
+            self._pending.append(Note("still waiting", f"{said}{f' ({why})' if why else ''}", time=seen.now))
 
     def _send(self) -> None:
         if not self._pending:

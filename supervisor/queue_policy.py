@@ -11,6 +11,7 @@ from supervisor.attempts import Rules, lost_nodes
 from supervisor.decision import Cancel, ChangeJob, Decision, Exclude, StartNow, Wait
 from supervisor.job_request import warning_s
 from supervisor.observation import Observation
+from supervisor.report.figures import duration
 from supervisor.run_state import RunState
 
 _MINUTE_S: Final = 60.0
@@ -141,7 +142,7 @@ def _fall_back(run: RunState, seen: Observation, rules: Rules, job: JobStatus) -
     return ChangeJob(
         job.job_id,
         "partition" if way.partition is not None else "qos",
-        f"not started within {way.after_s:g} s ({job.why}); now in {named}",
+        f"not started within {duration(way.after_s)} ({job.why}): moved to {named}",
         new=named,
         partition=way.partition,
         qos=way.qos,

@@ -143,7 +143,7 @@ def _of_rows(
     if broken > config.data.max_bad_rows:
         first = lines[0].partition(": ")[2]
         where, _, mend = first.rpartition("; ")
-        evidence = f"{broken} of {total} rows are broken, data.max_bad_rows allows {config.data.max_bad_rows}"
+        evidence = f"broken: {broken} of {total} rows; data.max_bad_rows allows {config.data.max_bad_rows}"
         yield Found(level="error", key=f"data.{key}", message=where or first, evidence=evidence, mend=mend)
     gone = {reason: count for reason, count in counts.items() if reason not in ("broken", "cut")}
     if sum(gone.values()) > _MANY * max(1, total):
@@ -160,7 +160,7 @@ def _of_rows(
 
 def _of_duplicates(key: SetKey, duplicates: int, documents: int) -> Found:
     message = f"{duplicates / documents:.1%} of the documents are there more than once"
-    evidence = f"{duplicates} of {documents} repeat the whole text of an earlier one"
+    evidence = f"{duplicates} of {documents} repeat{'s' * (duplicates == 1)} the whole text of an earlier one"
     is_much = duplicates > _WORTH_A_WORD * documents
     mend = "remove the copies: what is read often is learned by heart" if is_much else ""
     return Found(

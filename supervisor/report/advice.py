@@ -33,8 +33,8 @@ _AFTER_ANOTHER: Final = (
     "one, logs/train.log the last words"
 )
 _NOTHING_TO_LOSE: Final = (
-    "no checkpoint would be lost: edit config.yaml in the run's folder and higgsfield resume, or remove that folder "
-    "and begin anew"
+    "there is no checkpoint yet, so nothing is lost by beginning anew: edit config.yaml in the run's folder and "
+    "higgsfield resume, or remove that folder"
 )
 
 

@@ -25,7 +25,7 @@ from supervisor.journal import Event, parse_event, read_journal
 from supervisor.report.accounting import Accounting, account
 from tests.supervisor_room.stage import BEGIN, CRASHED, PREEMPTED, TIME_LIMIT, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
-from worker.contract.loss_history import Probe, Record, Start, read_history, record
+from worker.contract.loss_history import HistoryWriter, Probe, Record, Start, read_history, record
 from worker.contract.run_dir import RunDir
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -204,6 +204,16 @@ def keep(run_dir: RunDir, name: str) -> None:
         "history": run_dir.history.read_text() if run_dir.history.exists() else "[]",
     }
     (RECORDED / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(files).encode(), mtime=0))
+
+
+def put_into(story: Story, run_dir: RunDir) -> None:
+    """Make a run's folder hold this journal and this history."""
+    lines = [json.dumps({"event": event.event} | event.model_dump(mode="json")) for event in story.events]
+    run_dir.journal.write_text("\n".join(lines) + "\n")
+    run_dir.history.unlink(missing_ok=True)
+    with HistoryWriter(run_dir.history, lambda: None) as writer:
+        for one in story.records:
+            writer.append(one)
 
 
 @functools.cache

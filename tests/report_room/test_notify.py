@@ -213,7 +213,10 @@ def test_a_long_wait_is_told_once_for_each_wait(tmp_path: Path) -> None:
         notifier.progress(again, waiting(BEGIN + 90_000 + 60 * minutes, restarts=1))
     notifier.close(run)
     assert [message["title"] for message in told(heard)] == ["r: still waiting"] * 2
-    assert "job 7 waits longer than expected: 1 h 1 min (Priority)" in told(heard)[0]["body"]
+    assert (
+        "job 7 waits longer than expected, for 1 h 1 min by now (other jobs come first: Priority)"
+        in told(heard)[0]["body"]
+    )
 
 
 def test_a_wait_that_slurm_foretold_is_no_news(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from supervisor.report import tensorboard, tfevents
 from supervisor.report.tensorboard import TensorBoard
-from tests.report_room.stories import Slow, one_spike, preemption_storm, recorded
-from worker.contract.files import encode
-from worker.contract.loss_history import HistoryWriter, record, surviving
+from tests.report_room.stories import Slow, one_spike, preemption_storm, put_into, recorded
+from worker.contract.loss_history import record, surviving
 from worker.contract.run_dir import RunDir
 
 readers = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
@@ -127,10 +126,6 @@ def test_a_number_that_is_not_finite_is_told_as_what_it_was() -> None:
 def test_a_real_run_is_read_back(tmp_path: Path) -> None:
     story = recorded("demo")
     run = RunDir(tmp_path)
-    with HistoryWriter(run.history, lambda: None) as writer:
-        for one in story.records:
-            writer.append(one)
-    lines = [encode({"event": e.event} | e.model_dump(mode="json")) for e in story.events]
-    run.journal.write_text("\n".join(lines) + "\n")
+    put_into(story, run)
     TensorBoard(run).write()
     assert [step for step, _ in curve(run.tensorboard / "survived", "loss")] == list(range(1, 261))

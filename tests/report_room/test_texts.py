@@ -29,10 +29,20 @@ from supervisor.report.texts import (
     text_of,
     word_of,
 )
-from supervisor.runs import standing
+from supervisor.runs import open_or_create, standing
 from supervisor.views import follow_log, write_journal
 from tests.report_room.snapshots import assert_told
-from tests.report_room.stories import PLAYED, RECORDINGS, Slow, Story, healthy, long_records, one_spike, recorded
+from tests.report_room.stories import (
+    PLAYED,
+    RECORDINGS,
+    Slow,
+    Story,
+    healthy,
+    long_records,
+    one_spike,
+    put_into,
+    recorded,
+)
 from tests.supervisor_room.stage import BEGIN, config
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition
@@ -220,6 +230,15 @@ def test_status_of_one_run(tmp_path: Path, name: str) -> None:
     stage = PLAYED[name](tmp_path)
     row = standing(stage.run_dir, in_detail=True) | {"dir": "/runs/r", "reason": "the last reason"}
     assert_told(f"status-{name}", "\n".join(detail_lines(row, stage.now + 60)) + "\n")
+
+
+@pytest.mark.parametrize("name", ["chaos_preemption_storm", "chaos_node_failures"])
+def test_status_of_a_real_run(tmp_path: Path, name: str) -> None:
+    run_dir, story = open_or_create(config(tmp_path)), recorded(name)
+    put_into(story, run_dir)
+    row, now = standing(run_dir, in_detail=True), story.events[-1].time + 60
+    lines = [*list_lines([row], now), "", *detail_lines(row, now)]
+    assert_told(f"status-{name}", "\n".join(lines) + "\n")
 
 
 def test_status_of_a_run_under_way_and_of_one_that_waits(tmp_path: Path) -> None:
