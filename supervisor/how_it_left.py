@@ -7,7 +7,7 @@ from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
 _ASKED: Final = {
     "stop": "it was asked to stop",
     "time_limit": "its time limit was near",
-    "preempted": "it was told to by SIGTERM (a preemption, a requeue or a scancel)",
+    "preempted": "SIGTERM asked it to (a preemption, a requeue or a scancel)",
 }
 _LONGEST: Final = 240
 """Characters of an error; all of it is in the exit report and in logs/train.log."""
@@ -23,7 +23,7 @@ def how_it_left(report: ExitReport) -> str:
             return "the worker stopped at its verdict"
         case Outcome.LEFT:
             what = report.error.what if report.error is not None else None
-            return f"the worker left in order: {_ASKED.get(what or '', 'it was asked to')}, and {_saved(report)}"
+            return f"the worker left in order and {_saved(report)}: {_ASKED.get(what or '', 'it was asked to')}"
         case Outcome.CRASHED if report.error is not None and report.error.type == "Signal":
             return f"the worker ended: {where} was {said}"
         case Outcome.CRASHED:

@@ -155,6 +155,8 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
         yield "waits", because
     if row["reason"]:
         yield "last", row["reason"]
+    if row["state"] in ("stopped", "gave_up"):
+        yield "go on", f"higgsfield resume {row['dir']} (here), or submit its file again (a job)"
     checkpoints = row.get("checkpoints", [])
     for number, each in enumerate(reversed(checkpoints)):
         label = "" if number else "checkpoints"

@@ -187,7 +187,7 @@ def test_a_scancel_is_what_slurm_says_and_no_preemption(tmp_path: Path, user: st
     assert ended.reason == f"job 1 was CANCELLED by {user or 'a person'}, not by this supervisor"
     log = told(stage.story)
     assert "left (preempted)" not in log
-    assert "it was told to by SIGTERM (a preemption, a requeue or a scancel), and saved step 38" in log
+    assert "left in order and saved step 38: SIGTERM asked it to (a preemption, a requeue or a scancel)" in log
     assert f"Stopped by {user or 'the scancel of a person'} after" in log
     [_, line] = list_lines([standing(stage.run_dir, in_detail=False)], stage.now)
     assert "job 1 was CANCELLED by" in line
@@ -224,9 +224,9 @@ def test_how_a_worker_left_is_one_sentence_without_our_own_names() -> None:
     ] == [
         "the worker has made the last step",
         "the worker stopped at its verdict",
-        "the worker left in order: it was asked to stop, and saved step 38",
-        "the worker left in order: its time limit was near, and had saved step 30",
-        "the worker left in order: its time limit was near, and saved nothing",
+        "the worker left in order and saved step 38: it was asked to stop",
+        "the worker left in order and had saved step 30: its time limit was near",
+        "the worker left in order and saved nothing: its time limit was near",
         "the worker ended: rank 1 on n2 was killed by signal 9 (Killed)",
         "the worker crashed: rank 1 on n2: KeyError: 'x' and more",
         "the worker was ended by its agent: rank 1 on n2: no progress for 8 s while training",

@@ -233,12 +233,17 @@ def test_status_of_one_run(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chaos_preemption_storm", "chaos_node_failures"])
-def test_status_of_a_real_run(tmp_path: Path, name: str) -> None:
+def test_status_of_a_real_run_while_it_waits_and_when_it_is_over(tmp_path: Path, name: str) -> None:
     run_dir, story = open_or_create(config(tmp_path)), recorded(name)
-    put_into(story, run_dir)
-    row, now = standing(run_dir, in_detail=True), story.events[-1].time + 60
-    lines = [*list_lines([row], now), "", *detail_lines(row, now)]
-    assert_told(f"status-{name}", "\n".join(lines) + "\n")
+    waits = max(at for at, event in enumerate(story.events) if isinstance(event, JobSeen) and event.state == "PENDING")
+    lines = []
+    for end in (waits, len(story.events) - 1):
+        now = story.events[end].time
+        put_into(Story(story.events[: end + 1], [one for one in story.records if one.time <= now]), run_dir)
+        alive = {"dir": "/runs/r", "supervisor": {"host": "login1", "pid": 12, "alive": True}}
+        row = standing(run_dir, in_detail=True) | alive
+        lines += [*list_lines([row], now + 60), "", *detail_lines(row, now + 60), ""]
+    assert_told(f"status-{name}", "\n".join(lines))
 
 
 def test_status_of_a_run_under_way_and_of_one_that_waits(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@
   const shown = (value) => {
     if (value === null || value === undefined) return "not finite or not known";
     const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(3) : String(Number(value.toPrecision(5)));
+    return size !== 0 && (size < 1e-3 || size >= 1e5) ? Number(value.toPrecision(4)).toExponential() : String(Number(value.toPrecision(5)));
   };
 
   // The first place in a sorted list whose value is not below the one that is asked for.
