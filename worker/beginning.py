@@ -96,7 +96,10 @@ def _stated(attached: Attached, lr_expected: float) -> SegmentStart:
         rng_digests=_rng_digests(chosen),
         next_samples=next_samples(attached, done),
         ema_digest=attached.average.digest() if attached.average else None,
-        probe=Probe(expected=chosen.manifest.probe_loss if chosen else None, found=probe_loss(trainer)),
+        probe=Probe(
+            expected=chosen.manifest.probe_loss if chosen else None,
+            found=probe_loss(trainer, chosen.manifest.probe_samples if chosen else None),
+        ),
         passed_over=chosen.passed_over if chosen else (),
         versions=versions(),
         skip_batches=attached.context.directive.skip_batches,

@@ -4,7 +4,8 @@ Computed at each save and again at the resume, it proves weights, model and data
 """
 
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from transformers import Trainer
@@ -14,21 +15,46 @@ from worker.fed import batch_of
 from worker.randomness import random_states_aside
 from worker.shards import own_part
 
-_NUM_SAMPLES = 4
+_MOST_SAMPLES: Final = 4
+_ENOUGH_LABELS: Final = 32
+"""A loss of fewer tokens may be small, and other kernels change it by much of itself."""
+_NOT_LEARNED: Final = -100
 
 
-def probe_loss(trainer: Trainer) -> float | None:
+def probe_samples(trainer: Trainer) -> int:
+    """How many of the first training samples a probe takes: the fewest with 32 labels to be learned, 4 at most.
+
+    Training stands still for every one.
+    """
+    samples: Any = trainer.train_dataset
+    most, labels = min(_MOST_SAMPLES, len(samples)), 0
+    with random_states_aside():
+        for index in range(most):
+            labels += _labels_in(batch_of(trainer, [index]))
+            if labels >= _ENOUGH_LABELS:
+                return index + 1
+    return most
+
+
+def _labels_in(batch: Any) -> int:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return int((labels != _NOT_LEARNED).sum()) if isinstance(labels, torch.Tensor) else 0
+
+
+def probe_loss(trainer: Trainer, num_samples: int | None = None) -> float | None:
     """The mean loss on the first samples of the training data, one by one; None where it is not finite.
 
     One by one, so that it needs little memory and is the same whatever the batch size and the number of ranks.
+    ``num_samples`` is what a checkpoint's probe was of, and by default what one of now is.
     """
     model: Any = trainer.model
     samples: Any = trainer.train_dataset
+    count = min(len(samples), probe_samples(trainer) if num_samples is None else num_samples)
     was_training = model.training
     with random_states_aside(), torch.no_grad():
         model.eval()
         try:
-            losses = [float(loss_on(trainer, index)) for index in range(min(_NUM_SAMPLES, len(samples)))]
+            losses = [float(loss_on(trainer, index)) for index in range(count)]
         finally:
             model.train(was_training)
     loss = sum(losses) / len(losses)
@@ -46,6 +72,15 @@ def loss_on(trainer: Trainer, index: int) -> torch.Tensor:
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
     """Whether every parameter is a number everywhere, on every rank; they call it together."""
-    parts = (own_part(parameter.detach()) for parameter in model.parameters())
+    return all(world.of_all_ranks(are_finite(own_weights(model))))
+
+
+def own_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """This rank's part of every parameter."""
+    return [own_part(parameter.detach()) for parameter in model.parameters()]
+
+
+def are_finite(parts: Iterable[torch.Tensor]) -> bool:
+    """Whether these are numbers everywhere."""
     extremes = [extreme.float() for part in parts if part.numel() > 0 for extreme in torch.aminmax(part)]  # NaN is both
-    return all(world.of_all_ranks(not extremes or bool(torch.isfinite(torch.stack(extremes)).all())))
+    return not extremes or bool(torch.isfinite(torch.stack(extremes)).all())

@@ -3,12 +3,14 @@
 import inspect
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from worker import world
 from worker.attached import Attached, versions
@@ -38,7 +40,7 @@ from worker.contract.run_dir import checkpoint_name, checkpoint_step
 from worker.ema import Ema
 from worker.fits import optimizer_facts
 from worker.guard import innermost
-from worker.probe import probe_loss, weights_are_finite
+from worker.probe import are_finite, own_weights, probe_loss, probe_samples
 from worker.randomness import random_digest
 from worker.resume import platform_of
 from worker.wrap import replaced
@@ -49,7 +51,7 @@ class _AsOf:
     """What rank 0 writes about a step beside the Trainer's files, as it was after that step."""
 
     manifest: Manifest
-    """Without files."""
+    """Without its files, and without whether the weights are finite."""
     proof: Proof
     """Without the average's digest."""
     detector: str
@@ -70,6 +72,10 @@ class _Staged:
     """Of all ranks, in .staging/."""
     digests: dict[Path, str]
     """Those that were made while writing."""
+    are_finite: bool = True
+    """Whether the weights are, as far as they were looked at."""
+    unseen: Sequence[torch.Tensor] = ()
+    """Copies of those that were not."""
 
     @property
     def own(self) -> Path:
@@ -98,12 +104,20 @@ def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any, m
         if large is not None:
             stack.enter_context(large.noted())
         original(model, trial)
-    if large is not None and attached.average is not None:
-        staged = replace(staged, average=attached.average.as_now(large.copies))
-    _go_on(staged, large, is_beside, began)
+    _go_on(_taken_down(staged, large), large, is_beside, began)
     if attached.segment is not None:
         attached.segment.note(save_s=time.monotonic() - began)
     attached.heart.beat("training", step)
+
+
+def _taken_down(staged: _Staged, large: LargeParts | None) -> _Staged:
+    """Weights and average as they are now: copies where they were copied, and looked at where they were not."""
+    average, weights, copies = staged.average, own_weights(staged.attached.model), list[torch.Tensor]()
+    if large is not None:
+        average = average and average.as_now(large.copies)
+        weights, copies = large.parted(weights)
+    finite = all(world.of_all_ranks(are_finite(weights)))
+    return replace(staged, average=average, are_finite=finite, unseen=copies)
 
 
 def _go_on(staged: _Staged, large: LargeParts | None, is_beside: bool, began: float) -> None:
@@ -211,8 +225,8 @@ def _write_ours(attached: Attached, as_of: _AsOf | None, average: Ema | None, fo
 
 def _as_of_now(attached: Attached) -> _AsOf | None:
     """Everything that is of this very step; every rank calls it together, rank 0 gets it."""
-    probe = probe_loss(attached.trainer)
-    are_finite = weights_are_finite(attached.model)
+    num_samples = probe_samples(attached.trainer)
+    probe = probe_loss(attached.trainer, num_samples)
     rng_digests = tuple(world.of_all_ranks(random_digest()))
     if attached.segment is None:
         return None
@@ -224,7 +238,7 @@ def _as_of_now(attached: Attached) -> _AsOf | None:
         platform=platform_of(attached.trainer.args.device),
     )
     return _AsOf(
-        manifest=_manifest(attached, attached.segment.number, probe, are_finite),
+        manifest=_manifest(attached, attached.segment.number, probe, num_samples),
         proof=proof,
         detector=encode(attached.detector.state()),
         history_bytes=attached.segment.history_bytes,
@@ -232,7 +246,8 @@ def _as_of_now(attached: Attached) -> _AsOf | None:
     )
 
 
-def _manifest(attached: Attached, segment: int, probe: float | None, are_finite: bool) -> Manifest:
+def _manifest(attached: Attached, segment: int, probe: float | None, num_samples: int) -> Manifest:
+    """All but its files, and whether the weights are finite."""
     trainer, context = attached.trainer, attached.context
     step = trainer.state.global_step
     return Manifest(
@@ -252,8 +267,9 @@ def _manifest(attached: Attached, segment: int, probe: float | None, are_finite:
         data_digest=context.data_digest,
         lr_scale=scale_at(context.directive, step),
         skip_batches=context.directive.skip_batches,
-        weights_finite=are_finite,
+        weights_finite=None,
         probe_loss=probe,
+        probe_samples=num_samples,
         optimizer_steps=attached.optimizer_steps,
         versions=versions(),
         files={},
@@ -269,7 +285,8 @@ def _publish(staged: _Staged, files: dict[str, FileEntry]) -> None:
     run, start, step = attached.context.run, attached.context.start, staged.step
     folder = staged.folder / checkpoint_name(step)
     sync_folders(folder)
-    publish_message(folder / MANIFEST, as_of.manifest.model_copy(update={"files": files}))
+    finite = staged.are_finite and are_finite(staged.unseen)
+    publish_message(folder / MANIFEST, as_of.manifest.model_copy(update={"files": files, "weights_finite": finite}))
     attached.files.check()
     publish_folder(folder, run.checkpoint(step), lambda: bad_checkpoint_place(run, start.attempt, step))
     staged.folder.rmdir()

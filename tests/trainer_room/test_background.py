@@ -1,6 +1,7 @@
 """Saves beside the training: the same files, the same bytes, and nothing of a step that came later."""
 
 import json
+import math
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from worker.checkpoints import digested_save
 from worker.contract.loss_history import read_history
 from worker.contract.manifest import complete_manifest
 from worker.free_memory import available_bytes
+from worker.probe import are_finite
 
 BESIDE = {"every_steps": 4, "background": True}
 OF_THIS_RUN = {"training_args.bin", "loss_history.json", "trainer_state.json", "proof.json"}
@@ -67,6 +69,20 @@ def test_a_copy_is_written_byte_for_byte_as_the_state_was(tmp_path: Path, is_res
         assert [(tmp_path / name).read_bytes() for name in ("optimizer.pt", "model.safetensors")] == expected
     assert digests.keys() == {tmp_path / "optimizer.pt"}
     assert large.sizes == Counter({size: len(kept) for size, kept in memory._free.items() if kept})  # what is learned
+
+
+def test_what_was_not_copied_is_looked_at_at_once_and_what_was_as_it_was(tmp_path: Path) -> None:
+    copied, other = torch.nn.Parameter(torch.ones(200, 300)), torch.nn.Parameter(torch.ones(2))
+    large = LargeParts(KeptMemory(), {}, is_copied=True)
+    with large.noted():
+        torch.save({"weights": [copied.detach().t(), torch.full((2,), math.nan)]}, tmp_path / "optimizer.pt")
+    rest, copies = large.parted([copied.detach(), other.detach()])
+    assert [one.data_ptr() for one in rest] == [other.data_ptr()]
+    assert [one.shape for one in copies] == [copied.shape]
+    with torch.no_grad():
+        copied[3, 4] = math.nan
+    assert are_finite(copies)
+    assert not are_finite([copied.detach()])
 
 
 def test_too_little_memory_is_said_and_what_a_thread_raises_is_raised_once() -> None:

@@ -5,6 +5,8 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from worker.contract.run_dir import RunDir
 from worker.documents import DataError
 from worker.interrupts import Ask, RunFiles, Signals
 from worker.leaving import AskedToLeaveError, ProofError, RefusedError, VerdictError
-from worker.probe import weights_are_finite
+from worker.probe import probe_samples, weights_are_finite
 from worker.randomness import random_digest, random_states_aside
 from worker.rates import configured_rates, hold_rates
 from worker.resume import choose, prove_probe
@@ -426,6 +428,22 @@ def test_a_bad_checkpoint_is_never_passed_over_for_a_newer_one(tmp_path: Path) -
     (run.checkpoint(500) / MANIFEST).unlink()
     with pytest.raises(RefusedError, match="checkpoint-500: it has no manifest"):
         choose(run, 2, "checkpoint-500", sizes_only=False)
+
+
+@pytest.mark.parametrize(
+    ("learned", "expected"), [([40, 40], 1), ([31, 1, 40], 2), ([0, 8, 8, 8, 40], 4), ([3], 1), ([None] * 9, 4)]
+)
+def test_a_probe_takes_the_fewest_samples_with_something_to_tell(learned: list[int | None], expected: int) -> None:
+    samples = [{"input_ids": torch.ones(50)} for _ in learned]
+    for sample, number in zip(samples, learned, strict=True):
+        if number is not None:
+            sample["labels"] = torch.where(torch.arange(50) < number, 7, -100)
+    trainer: Any = SimpleNamespace(
+        train_dataset=samples,
+        data_collator=lambda batch: {name: torch.stack([one[name] for one in batch]) for name in batch[0]},
+        _get_collator_with_removed_columns=lambda collator, description: collator,
+    )
+    assert probe_samples(trainer) == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

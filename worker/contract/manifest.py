@@ -54,6 +54,7 @@ class Manifest(Message):
     skip_batches: tuple[SkippedBatches, ...] = ()
     weights_finite: bool | None
     probe_loss: float | None
+    probe_samples: int = 4
     optimizer_steps: int | None
     versions: dict[str, str]
     files: dict[str, FileEntry]
