@@ -243,6 +243,11 @@ def is_being_preempted(answer: str) -> bool:
     return row.get("JobState") == "RUNNING" and moment(row.get("PreemptTime", "")) is not None
 
 
+def is_ending(answer: str) -> bool:
+    """Does Slurm end this start of the job, whether it was requeued, cancelled or is out of time?"""
+    return fields(answer).get("JobState") == "COMPLETING"
+
+
 SACCT_FIELDS = "JobID,State,Start,End,ExitCode,NodeList,JobName"
 
 

@@ -20,6 +20,7 @@ from worker.agent_files import (
     claim_attempt,
     has_reported,
     has_run_before,
+    let_go,
     look,
     publish_report,
     tell_hang,
@@ -67,6 +68,8 @@ TRAIN_LOOK_S = 1.0
 SIGNAL_SPREAD_S = 1.0
 REQUEUE_AFTER_S = 60.0
 REQUEUE_TIMEOUT_S = 60.0
+JOB_IS_ENDING = 3
+"""What the requeue command exits with where the scheduler ends this start already: nobody need stay."""
 STAY_S = 600.0
 HANG_SPREAD_S = 10.0
 """Within which all agents notice the same hang: pulses come every 5 s, and are looked at every second."""
@@ -244,7 +247,11 @@ class Agent:
     def _requeue(self, argv: tuple[str, ...]) -> None:
         self.say(f"asks for the requeue: {argv}")
         try:
-            subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=REQUEUE_TIMEOUT_S, check=True)
+            code = subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=REQUEUE_TIMEOUT_S).returncode
+            if code == JOB_IS_ENDING and self.seen.held is not None:
+                let_go(self.run_dir, self.task, self.seen.held)
+            elif code != 0:
+                self.say(f"the requeue failed: exit code {code}")
         except (OSError, subprocess.SubprocessError) as error:
             self.say(f"the requeue failed: {error}")
 

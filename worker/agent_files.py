@@ -38,6 +38,7 @@ def look(run_dir: RunDir, task: Task, before: Seen, last_attempt: int | None) ->
         is_restarted=any(restart < task.restart for restart in run_dir.restarts(attempt)),
         is_twin=is_twin,
         reported=_ranks_with(run_dir, held, task.restart, "exit"),
+        is_let_go=held is not None and run_dir.let_go(held, task.restart).exists(),
         hanging=_ranks_with(run_dir, held, task.restart, "hang"),
     )
 
@@ -93,6 +94,13 @@ def claim_attempt(run_dir: RunDir, task: Task, attempt: int) -> None:
     )
     take_claim(run_dir.claim(attempt), claim)
     run_dir.restart(attempt, task.restart).mkdir(exist_ok=True)
+
+
+def let_go(run_dir: RunDir, task: Task, attempt: int) -> None:
+    """Tell the other agents of this start that they need not stay until they are killed."""
+    path = run_dir.let_go(attempt, task.restart)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
 
 def trainers_word(run_dir: RunDir, task: Task, attempt: int) -> TrainerError:

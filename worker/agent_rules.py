@@ -63,6 +63,8 @@ class Seen:
     """The claim is that of another process with the very same job, restart and rank."""
     reported: frozenset[int] = frozenset()
     """Ranks whose exit report of this start and the held attempt is there."""
+    is_let_go: bool = False
+    """Whether the scheduler ends this start of the held attempt already, so that no agent need stay."""
     hanging: frozenset[int] = frozenset()
     """Ranks whose agent says that they hang in this start of the held attempt."""
 
@@ -170,6 +172,8 @@ def _leaving(seen: Seen, past: Past, asked: Asked) -> Leave | Stay | None:
         return Leave(past.outcome, "the run is done")
     if directive is not None and directive.stop is not None:
         return Leave(past.outcome or Outcome.LEFT, "the directive says stop", "stop")
+    if asked.preempted and seen.is_let_go:
+        return Leave(past.outcome or Outcome.LEFT, "preempted, and its job is ending", "preempted")
     if asked.preempted:
         return Stay()
     if asked.time_limit:

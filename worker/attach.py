@@ -160,10 +160,12 @@ class StepsCallback(TrainerCallback):
     ) -> None:
         attached = self._attached
         attached.step = state.global_step
-        peaks = self._peaks or configured_rates(attached.optimizer)
+        peaks, laps = self._peaks or configured_rates(attached.optimizer), attached.context.laps
+        laps.lap("load")
         start = begin(attached, peaks)
+        laps.lap("prove")
         if attached.segment is not None:
-            attached.segment.begin(start)
+            attached.segment.begin(start.model_copy(update={"began": laps.began, "took_s": laps.took_s}))
             attached.segment.note(**evaluated_at(state))
         if state.global_step >= state.max_steps:
             raise AlreadyTrainedError

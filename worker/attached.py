@@ -1,7 +1,7 @@
 """What is attached to one Trainer: the parts that its beginning, its steps and its saves share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -16,6 +16,7 @@ from worker.contract.manifest import FrozenBase
 from worker.contract.run_dir import RunDir
 from worker.ema import Ema
 from worker.interrupts import RunFiles
+from worker.laps import Laps
 from worker.order import EpochOrder
 from worker.pulse import Heart
 from worker.resume import Chosen, Settings, optimizer_steps
@@ -43,6 +44,8 @@ class Context:
     is_altered: bool = False
     """Whether this start differs on purpose from what its checkpoint was made with: a replay with a change, which
     restores what fits and proves that it is the same data."""
+    laps: Laps = field(default_factory=Laps)
+    """How long the parts of this start took so far."""
 
 
 @dataclass

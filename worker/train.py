@@ -31,6 +31,7 @@ from worker.contract.run_dir import RunDir
 from worker.data import TrainingData
 from worker.documents import DataError
 from worker.ema import EmaError
+from worker.laps import Laps
 from worker.largest_batch import measure_memory
 from worker.leaving import AlreadyTrainedError, LeavingError, RefusedError, detail_of, is_in_order, is_out_of_memory
 from worker.log_lines import LogLines
@@ -135,6 +136,8 @@ def train(
 
     ``alter`` is a replay's: what it makes of the context is trained.
     """
+    laps = Laps()
+    laps.lap("imports")
     config = configuration.read(run.config)
     _log_to_stderr(start)
     timeout_s = config.recovery.hang_timeout_s
@@ -142,9 +145,11 @@ def train(
     heart.beat("starting", 0)
     _set_threads(os.environ)
     world.join_world(run, start, os.environ, collective_timeout_s(timeout_s))
+    laps.lap("meet")
     directive, chosen = world.from_rank_zero(lambda: _where_to_begin(run, start))
     _log.info("attempt %d begins from %s", start.attempt, chosen.folder.name if chosen else "scratch")
-    context = alter(Context(run, start, directive, config, "", chosen))
+    laps.lap("choose")
+    context = alter(Context(run, start, directive, config, "", chosen, laps=laps))
     if config.training.entrypoint is None:
         attached = _train_as_configured(context, progress, lambda: heart.beat("starting", 0))
     else:
@@ -158,6 +163,7 @@ def _train_as_configured(context: Context, progress: Progress, alive: Callable[[
     start = context.start
     staged = context.run.staged_tokens(start.attempt, start.restart, start.rank)
     trainer, data = build_trainer(context.run, context.config, Path.cwd(), alive, staged)
+    context.laps.lap("build")
     if context.start.rank == 0:
         _tell_of_data(context.run, data)
     progress.attached = attached = attach(trainer, replace(context, data_digest=data.digest, locate=data.locate))

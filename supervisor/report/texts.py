@@ -73,6 +73,7 @@ _LONGEST_ERROR: Final = 240
 """Characters of an error in the log; all of it is in the exit report and in logs/train.log."""
 _MOST_BATCHES: Final = 6
 """How many batches that are left out are told one by one."""
+_WORTH_TELLING_S: Final = 0.1
 _MOST_NAMED: Final = 16
 """How many lines or samples of one of them."""
 _WORD_WIDTH: Final = 15
@@ -270,6 +271,10 @@ def _of_continued(event: Continued) -> Iterator[Detail]:
 
 
 def _of_segment(event: SegmentStarted) -> Iterator[Detail]:
+    took_s = event.start.took_s if event.start is not None else {}
+    if took_s:
+        parts = [f"{part} {duration(seconds)}" for part, seconds in took_s.items() if seconds >= _WORTH_TELLING_S]
+        yield "start took", f"{duration(sum(took_s.values()))}{': ' if parts else ''}{', '.join(parts)}"
     left_out = event.start.left_out if event.start is not None else ()
     for one in left_out[:_MOST_BATCHES]:
         yield "left out", f"batch {one.batch} of epoch {one.epoch}: {_sources(one)}"

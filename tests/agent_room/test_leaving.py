@@ -61,6 +61,20 @@ def test_a_preempted_agent_lets_the_trainer_save_asks_for_one_requeue_and_stays(
     assert read_claim(room.run_dir.claim(2)) is None
 
 
+def test_nobody_waits_to_be_killed_where_the_job_is_ending_already(room: Room) -> None:
+    for rank in (0, 1):
+        room.trainer(1, SAVES_ON_TERM, rank=rank)
+    room.direct(1)
+    ending = [sys.executable, "-c", "raise SystemExit(3)"]  # as slurm.requeue says it
+    agents = [room.agent(rank=rank, world=2, requeue=ending) for rank in (0, 1)]
+    for rank in (0, 1):
+        room.noted("ready", rank=rank)
+    for agent in agents:
+        agent.terminate()
+    assert [agent.wait(60) for agent in agents] == [0, 0]
+    assert [what(room.report(rank=rank)) for rank in (0, 1)] == ["preempted", "preempted"]
+
+
 def test_the_requeue_waits_until_every_rank_has_reported(room: Room) -> None:
     room.trainer(1, SAVES_ON_TERM)
     slow = """

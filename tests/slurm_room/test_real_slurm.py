@@ -20,6 +20,7 @@ from slurm.local_cluster.cluster import Cluster
 from slurm.scheduler import SchedulerError, SlurmScheduler
 from supervisor.exclusion import fits, fitting
 from tests.waiting import eventually
+from worker.agent import JOB_IS_ENDING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_slurm")]
 HOSTILE = ["sp ace", "it's", 'dou"ble', "$HOME", "`tick`", "ünïç", "semi;colon", "a,b", "{b}*?"]
@@ -265,7 +266,7 @@ def test_the_requeue_command_undoes_no_persons_word(submit: Submit, scheduler: S
     scheduler.cancel(job_id)
     noted(tmp_path, "signals", job_id)
     refused = requeue(start)
-    assert (refused.returncode, "is COMPLETING" in refused.stdout) == (1, True)
+    assert (refused.returncode, "is ending" in refused.stdout) == (JOB_IS_ENDING, True)
     eventually(lambda: status(scheduler, job_id).state is JobState.CANCELLED)
 
 

@@ -229,6 +229,7 @@ def test_scontrol() -> None:
 def test_only_a_running_job_with_a_preempt_time_is_being_preempted(state: str, preempt: str, expected: bool) -> None:
     answer = RUNNING_JOB.format(preempt=preempt).replace("JobState=RUNNING", f"JobState={state}")
     assert parsing.is_being_preempted(answer) is expected
+    assert parsing.is_ending(answer) is (state == "COMPLETING")
 
 
 def test_sacct_takes_the_newest_allocation_row() -> None:

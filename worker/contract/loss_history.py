@@ -94,6 +94,10 @@ class Start(Message):
     skip_batches: tuple[SkippedBatches, ...] = ()
     left_out: tuple[LeftOutBatch, ...] = ()
     """What of ``skip_batches`` is ahead of this segment and was not left out before its checkpoint was made."""
+    began: float | None = None
+    """When rank 0's trainer process did, in UTC seconds."""
+    took_s: dict[str, float] = Field(default_factory=dict)
+    """Seconds of the parts of its start, in order, from there on: imports, meet, choose, build, load, prove."""
 
 
 class Record(Message):

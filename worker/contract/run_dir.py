@@ -172,6 +172,9 @@ class RunDir:
     def hang(self, attempt: int, restart: int, rank: int) -> Path:
         return self.restart(attempt, restart) / f"rank-{rank}.hang.json"
 
+    def let_go(self, attempt: int, restart: int) -> Path:
+        return self.restart(attempt, restart) / "let-go"
+
     def restarts(self, attempt: int) -> list[int]:
         """Restart counts of ``attempt`` that left a folder, in ascending order."""
         names = (entry.name for entry in _entries(self.attempt(attempt)))
