@@ -97,7 +97,7 @@ def picture_of_text(browser: Browser, text: str, path: Path) -> None:
 
 
 def picture_of_report(browser: Browser, report: Path, path: Path) -> None:
-    page = browser.new_page(viewport={"width": 1000, "height": 1420})
+    page = browser.new_page(viewport={"width": 1000, "height": 1640})
     page.goto(report.as_uri())
     rolled = page.locator("[data-step]").nth(1)
     rolled.click()

@@ -11,6 +11,9 @@ FAR_S: Final = 14 * 86400.0
 _SECONDS_MATTER_S: Final = 600
 """Up to here a duration has its seconds: beside its parts, two minutes are not one."""
 
+_NEARBY: Final = 12
+"""Columns that are given up so that a text ends with a whole word."""
+
 _SIZES: Final = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -98,8 +101,12 @@ def size(number_bytes: float) -> str:
 
 
 def clipped(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns; what is cut off is three dots."""
-    return text if len(text) <= width else f"{text[: max(0, width - 3)].rstrip()}..."[:width]
+    """``text`` in at most ``width`` columns, cut between words where one ends nearby; what is cut off is three dots."""
+    if len(text) <= width:
+        return text
+    room = max(0, width - 3)
+    at = text.rfind(" ", max(0, room - _NEARBY), room + 1)
+    return f"{text[: at if at > 0 else room].rstrip()}..."[:width]
 
 
 def clipped_list(parts: Iterable[str], width: int) -> str:
