@@ -18,6 +18,7 @@ from benchmarks.heading import heading
 from slurm.job import JobState, JobStatus
 from supervisor.attempts import rules_of
 from supervisor.decision import Begin, Cancel, Decision, Exclude, Finish, GiveUp, StartNow, Submit, Wait
+from supervisor.fold import apply
 from supervisor.journal import (
     CancelIntended,
     Cancelled,
@@ -34,7 +35,7 @@ from supervisor.journal import (
 from supervisor.news import news
 from supervisor.observation import Observation
 from supervisor.policy import decide
-from supervisor.run_state import RunState, apply
+from supervisor.run_state import RunState
 from supervisor.save_interval import SaveCosts, best_interval_s
 from worker.checkpoints import kept_steps
 from worker.contract.claim import Claim

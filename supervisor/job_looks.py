@@ -9,7 +9,7 @@ from slurm import reasons
 from slurm.job import JobState, JobStatus, Node, Reservation
 from slurm.parsing import duration_s
 from slurm.scheduler import Scheduler, SchedulerError
-from supervisor.actions import SupervisedRun
+from supervisor.supervised_run import SupervisedRun
 
 QUIET_LOOK_S: Final = 40.0
 NODES_LOOK_S: Final = 120.0

@@ -1,7 +1,7 @@
 """rollback_log.jsonl: the supervisor's journal, append-only and its only memory.
 
 Every event is a frozen, past-tense value.  An intent is on disk before its effect, and its outcome after it; state is
-the fold of these lines (``supervisor.run_state``), and nothing else is remembered.
+the fold of these lines (``supervisor.fold``), and nothing else is remembered.
 """
 
 from collections.abc import Callable

@@ -11,11 +11,11 @@ from slurm import requeue
 from slurm.entry import tasks_over
 from slurm.job import JobRequest
 from slurm.scheduler import Scheduler, SchedulerError
-from supervisor.actions import SupervisedRun
 from supervisor.job_request import supervisor_request
 from supervisor.lease import OwnJob, SupersededError
 from supervisor.run_state import RunState
 from supervisor.supervise import JobEndsError, own_job_name, supervise
+from supervisor.supervised_run import SupervisedRun
 from worker.contract.run_dir import RunDir
 
 _STAY_S: Final = 600.0

@@ -14,10 +14,11 @@ from typing import Any
 
 from slurm.job import JobState
 from supervisor.budget import gpu_hours
+from supervisor.fold import replay
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
-from supervisor.run_state import OVER, RunState, replay
+from supervisor.run_state import OVER, RunState
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
 from worker.contract.files import UnusableFileError, append_line, encode, is_left, refuse_what_is_no_file

@@ -9,18 +9,19 @@ from typing import TextIO
 
 from slurm.job import JobStatus
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
-from supervisor.actions import SupervisedRun
 from supervisor.audience import Audience
 from supervisor.decision import Decision, Wait
 from supervisor.disk import seconds_between_passes
+from supervisor.fold import replay
 from supervisor.job_looks import BUSY_LOOK_S, NODES_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import NO_JOB, Lease, LostError, OwnJob, take_lease
 from supervisor.notify import Notifier
 from supervisor.report.screen import Lines, Screen
 from supervisor.report.tensorboard import TensorBoard
-from supervisor.run_state import RunState, replay
+from supervisor.run_state import RunState
 from supervisor.runs import changed_keys, refuse_spoilt
+from supervisor.supervised_run import SupervisedRun
 from supervisor.views import ReportAtTheEnd
 from supervisor.watch import Watched, one_pass, watch
 from worker.contract import config as contract_config

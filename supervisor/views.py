@@ -10,6 +10,7 @@ from typing import Any, Final, TextIO
 from supervisor.believed import read_evidence
 from supervisor.diagnosis import diagnose
 from supervisor.evidence import Evidence
+from supervisor.fold import replay
 from supervisor.journal import Event, SegmentStarted, parse_event, read_journal
 from supervisor.observation import Observation
 from supervisor.page_file import page_place, publish_page
@@ -20,7 +21,7 @@ from supervisor.report.log_text import closing_summary, costs_of, entry_lines, l
 from supervisor.report.page import Facts, render
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import WIDTH, is_told
-from supervisor.run_state import RunState, replay
+from supervisor.run_state import RunState
 from worker.contract import config as contract_config
 from worker.contract.files import read_data
 from worker.contract.loss_history import read_history, surviving

@@ -7,7 +7,8 @@ from typing import Final, Protocol
 
 from slurm.job import JobState, JobStatus
 from slurm.scheduler import SchedulerError
-from supervisor.actions import SupervisedRun, carry_out, finish_open_intent, publish_pins
+from supervisor.actions import carry_out, finish_open_intent
+from supervisor.attempt_actions import publish_pins
 from supervisor.attempts import Rules, rules_of
 from supervisor.bad_nodes import strikes
 from supervisor.decision import Decision, Wait
@@ -22,6 +23,7 @@ from supervisor.observer import Glance, Observer
 from supervisor.policy import decide
 from supervisor.requests import clear_request, request_news
 from supervisor.run_state import RunState
+from supervisor.supervised_run import SupervisedRun
 from worker.contract.files import UnusableFileError, remove_left
 
 REST_S: Final = 2.0

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from slurm.job import JobState
+from supervisor.fold import ending_of
 from supervisor.journal import (
     Cancelled,
     Continued,
@@ -27,7 +28,6 @@ from supervisor.journal import (
 )
 from supervisor.report.interruptions import Interruption, add_up, first_step_began, interruptions
 from supervisor.report.spans import Kind, Span
-from supervisor.run_state import ending_of
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Final
 
+from supervisor.fold import ending_of
 from supervisor.journal import (
     Continued,
     Diagnosis,
@@ -28,7 +29,6 @@ from supervisor.report.figures import count, duration, local_clock, local_day, n
 from supervisor.report.interruptions import Interruption, put_back
 from supervisor.report.spans import KINDS
 from supervisor.report.texts import WIDTH, is_told, lay_out, step_of
-from supervisor.run_state import ending_of
 
 _UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
+from supervisor.fold import replay
 from supervisor.journal import Continued, Diagnosis, Event, RolledBack, RunCreated, Stopped, VerdictSeen, WorkerLeft
 from supervisor.report.accounting import Accounting
 from supervisor.report.figures import (
@@ -27,7 +28,6 @@ from supervisor.report.log_text import closing_summary, costs_of, milestones
 from supervisor.report.page_data import chart_data
 from supervisor.report.spans import KINDS, MEANING, Kind
 from supervisor.report.texts import details_of, is_told, step_of, text_of, word_of
-from supervisor.run_state import replay
 from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.loss_history import Record
 from worker.contract.manifest import Health, Manifest

@@ -8,6 +8,7 @@ from typing import Any
 from slurm.scheduler import SchedulerError
 from supervisor.config import load_targets
 from supervisor.dead_supervisor import last_supervisor
+from supervisor.fold import replay
 from supervisor.journal import read_journal
 from supervisor.lease import is_gone, read_holder
 from supervisor.live import watch_run
@@ -15,7 +16,7 @@ from supervisor.notify import ask_targets
 from supervisor.report.figures import printable
 from supervisor.report.log_text import since_time
 from supervisor.report.standing_text import dead_supervisor_text
-from supervisor.run_state import OVER, replay
+from supervisor.run_state import OVER
 from supervisor.runs import RunError, all_runs, find_run, standing, unreadable
 from supervisor.supervise import own_job
 from supervisor.verbs.exits import OK, UNFORESEEN, complain

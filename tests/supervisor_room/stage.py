@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job import JobState
-from supervisor.actions import SupervisedRun
 from supervisor.batches import positions_of
 from supervisor.decision import Decision
+from supervisor.fold import replay
 from supervisor.job_looks import JobLooks
 from supervisor.journal import Event, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import NO_JOB, read_holder, take_lease
 from supervisor.observation import Observation
-from supervisor.run_state import RunState, replay
+from supervisor.run_state import RunState
 from supervisor.runs import open_or_create
+from supervisor.supervised_run import SupervisedRun
 from supervisor.watch import Watched, one_pass
 from tests.fakes import FakeScheduler
 from worker.contract.claim import Claim, take_claim

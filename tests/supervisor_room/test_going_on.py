@@ -11,9 +11,9 @@ import pytest
 
 from slurm.job import JobState
 from supervisor import cli, supervise
+from supervisor.fold import replay
 from supervisor.job_request import supervisor_request
 from supervisor.journal import GaveUp, Journal, ResumeRequested, SupervisorStarted
-from supervisor.run_state import replay
 from supervisor.runs import open_or_create, standing
 from supervisor.verbs import going
 from tests.fakes import FakeScheduler

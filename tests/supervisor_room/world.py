@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job import JobState, JobStatus
-from supervisor.actions import _outcome
+from supervisor.attempt_actions import outcome_event
 from supervisor.attempts import Rules
 from supervisor.bad_nodes import strikes
 from supervisor.batches import Stretch, extend, positions_of
 from supervisor.decision import Begin, Cancel, Decision, Exclude, Finish, GiveUp, StartNow, Submit, Wait
+from supervisor.fold import apply
 from supervisor.hangs import hang_news
 from supervisor.journal import (
     CancelIntended,
@@ -28,7 +29,7 @@ from supervisor.journal import (
 from supervisor.news import news
 from supervisor.observation import Observation
 from supervisor.policy import decide
-from supervisor.run_state import RunState, apply
+from supervisor.run_state import RunState
 from tests.supervisor_room.stage import BEGIN, config, manifest
 from worker.contract.claim import Claim
 from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
@@ -139,7 +140,7 @@ class World:
         self.manifests = [m for m in self.manifests if f"checkpoint-{m.step}" not in decision.plan.quarantine]
         assert {m.step for m in self.manifests} <= set(range(decision.plan.resume_step + 1))
         assert decision.plan.resume_step in {0, *(m.step for m in self.manifests)}
-        self.tell(_outcome(decision.plan), number)
+        self.tell(outcome_event(decision.plan), number)
         self.step, self.report, self.segment = decision.plan.resume_step, None, None
 
     @property

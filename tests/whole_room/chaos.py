@@ -21,8 +21,8 @@ from pathlib import Path
 
 from slurm.commands import SchedulerError
 from slurm.local_cluster.cluster import ClusterError, running
+from supervisor.fold import ending_of
 from supervisor.journal import Continued, SegmentStarted, Submitted
-from supervisor.run_state import ending_of
 from tests.whole_room import light, paced_train
 from tests.whole_room.chaos_faults import FAULTS, Fault
 from tests.whole_room.chaos_watch import STEPS, Watch, digests, wrong_with

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from slurm.commands import SchedulerError
+from supervisor.fold import ending_of
 from supervisor.journal import Finished, RolledBack, Submitted
-from supervisor.run_state import ending_of
 from tests.whole_room.house import KILL, House
 from worker.contract.loss_history import surviving
 from worker.contract.manifest import complete_checkpoints

@@ -18,7 +18,7 @@ from typing import Any
 
 from slurm.job import JobRequest
 from slurm.scheduler import SlurmScheduler
-from supervisor import actions, cli, job_request, place, rehearse
+from supervisor import cli, job_actions, job_request, place, rehearse
 from supervisor.verbs import going
 from tests.supervisor_room.stage import manifest
 from worker import agent
@@ -56,7 +56,7 @@ def lighten() -> None:
     """Have this process submit jobs that run this module's agent and supervisor, and die where a test wants it."""
     if DIE in os.environ:
         _die(*os.environ[DIE].split())
-    actions.worker_request = light_request
+    job_actions.worker_request = light_request
     rehearse.SUPERVISOR = "tests.whole_room.light"
     going.supervisor_request = place.supervisor_request = light_supervisor_request
 

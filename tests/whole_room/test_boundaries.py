@@ -23,10 +23,10 @@ from slurm.job import JobState, Node, Reservation
 from slurm.scheduler import Scheduler
 from supervisor import actions, watch
 from supervisor.decision import ChangeJob, Decision, Wait
+from supervisor.fold import replay
 from supervisor.journal import ResumeRequested, StopRequested, SubmitIntended
 from supervisor.lease import NO_JOB, OwnJob
 from supervisor.requests import Request
-from supervisor.run_state import replay
 from tests.supervisor_room.stage import CRASHED, Stage
 from tests.whole_room.kept_scheduler import CHANGING, KeptScheduler
 from worker.contract.exit_report import ErrorDetail, Outcome
