@@ -160,7 +160,7 @@ def take_up(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease,
 
 def _clear_leftovers(run_dir: RunDir) -> None:
     """Remove what a predecessor was about to publish when it was killed."""
-    for path in (run_dir.directive, run_dir.history_csv):
+    for path in (run_dir.directive, run_dir.history_csv, run_dir.lease, run_dir.report):
         for leftover in path.parent.glob(f".tmp-{path.name}-*"):
             leftover.unlink(missing_ok=True)
 

@@ -28,10 +28,12 @@ def database_argv(folder: Path) -> list[str]:
 
 def _server(folder: Path) -> list[str]:
     small = ("--innodb-log-file-size=4M", "--innodb-buffer-pool-size=16M", "--innodb-lock-wait-timeout=900")
+    # At its start a server removes what look like its temporary tables, others' too where they share a folder.
+    places = (f"--datadir={folder}/database", f"--tmpdir={folder}")
     # Safe from a killed server, not from a killed machine: such a cluster does not outlive one either.
     options = ("--skip-grant-tables", *small, "--innodb-flush-log-at-trx-commit=0")
     server = program("mariadbd") or "mariadbd"
-    return [server, "--no-defaults", f"--datadir={folder}/database", f"--user={getpass.getuser()}", *options]
+    return [server, "--no-defaults", *places, f"--user={getpass.getuser()}", *options]
 
 
 def admit_owner(folder: Path) -> None:

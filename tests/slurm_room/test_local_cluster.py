@@ -16,6 +16,7 @@ import pytest
 from slurm import processes
 from slurm.local_cluster import cluster, configuration
 from slurm.local_cluster.__main__ import main
+from slurm.local_cluster.accounting import database_argv
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slurm
@@ -82,6 +83,11 @@ def test_accounting_needs_no_more_than_its_packages(accounting: cluster.Cluster)
     run = [*RUN[:-1], "--accounting", "--", "timeout", "60", "bash", "-c", script]
     done = subprocess.run(run, check=False, capture_output=True)
     assert (done.returncode, done.stdout.split()) == (0, [b"normal"]), done.stderr
+
+
+def test_a_database_has_its_temporary_tables_in_its_own_folder(folder: Path) -> None:
+    """Servers that share one remove each other's at their start, and a cluster fails to come up now and then."""
+    assert f"--tmpdir={folder}" in database_argv(folder)
 
 
 def test_up_and_down(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

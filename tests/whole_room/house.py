@@ -150,7 +150,7 @@ class House:
         self.until(lambda: not self.processes())
         left = [path for path in self.run.path.rglob("*") if path.name.startswith(".tmp-")]
         left += self.run.staging.iterdir() if self.run.staging.exists() else ()
-        assert left == []
+        assert not left, left
         assert json.loads(self.run.lease.read_text(encoding="utf-8"))["holder"] == ""
         assert not self.run.request.exists()
 
