@@ -132,10 +132,13 @@ def die_with(parent: int) -> None:
 def trainer_environment(inherited: Mapping[str, str], task: Task, cpus_per_task: int) -> dict[str, str]:
     """The trainer's environment: torch's names for its place in the world, and our packages importable.
 
-    MASTER_ADDR and MASTER_PORT must exist and mean nothing: the real rendezvous is a file.
+    Its threads sleep while they wait, unless OMP_WAIT_POLICY says otherwise. MASTER_ADDR and MASTER_PORT must exist and
+    mean nothing: the real rendezvous is a file.
     """
     environment = dict(inherited)
     environment.setdefault("OMP_NUM_THREADS", str(cpus_per_task))
+    # Threads that spin while they wait for each other stand still together where something else has one of their cores.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environment |= {
         "RANK": str(task.rank),
         "WORLD_SIZE": str(task.world),

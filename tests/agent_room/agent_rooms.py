@@ -123,7 +123,7 @@ class Room:
         ]
 
     def start(self, argv: list[str]) -> subprocess.Popen[str]:
-        unset = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONSAFEPATH")
+        unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONSAFEPATH")
         environment = {name: value for name, value in os.environ.items() if name not in unset}
         environment["PYTHONPATH"] = str(self.trainer_path)  # for the trainer; our own packages have to be found without
         with open(self.path / "agents.log", "a") as log:

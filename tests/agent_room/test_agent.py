@@ -153,7 +153,7 @@ def test_a_trainer_finds_its_place_in_the_world_and_our_packages(room: Room) -> 
     room.trainer(
         1,
         """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "PYTHONSAFEPATH")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONSAFEPATH")
         import worker.start
         note("environment", values=[os.environ[name] for name in names], master="MASTER_ADDR" in os.environ,
              port="MASTER_PORT" in os.environ, package=worker.start.__file__)
@@ -166,7 +166,7 @@ def test_a_trainer_finds_its_place_in_the_world_and_our_packages(room: Room) -> 
     room.agent(world=2)
     agent = room.agent(rank=1, world=2, local_rank=1)
     note = room.noted("environment")
-    assert note["values"] == ["1", "2", "1", "3", "1"]
+    assert note["values"] == ["1", "2", "1", "3", "PASSIVE", "1"]
     assert (note["master"], note["port"]) == (True, True)
     assert note["package"] == str(ROOT / "worker" / "start.py")
     assert agent.wait(60) == 0
