@@ -22,6 +22,7 @@ SCRIPTS: Final = {
     "checkpoint": "--steps 20 20 20000 --repeats 9",
     "saves": "--turns 1 --saves 3 --every 12 --tokens 8",
     "relaunch": "--relaunches 3",
+    "recovery": "",
     "supervisor": "",
     "goodput": "--seeds 1",
     "detectors": "",

@@ -11,7 +11,7 @@ from supervisor.actions import carry_out, finish_open_intent
 from supervisor.attempt_actions import publish_pins
 from supervisor.attempts import Rules, rules_of
 from supervisor.bad_nodes import strikes
-from supervisor.decision import Decision, Wait
+from supervisor.decision import Begin, Decision, Exclude, Wait
 from supervisor.disk import stat_for
 from supervisor.hangs import hang_news
 from supervisor.job_looks import JobLooks, is_about_to_change
@@ -30,6 +30,8 @@ REST_S: Final = 2.0
 """How long a run is left in peace while nothing happens in its files: what is due by the clock comes so late."""
 LONG_REST_S: Final = 10.0
 """And one that trains, or waits in the queue, and has hours for what is due."""
+_HALF_THE_WAY: Final = (Begin, Exclude)
+"""What is followed by a submission, or by the attempt that the excluded node was in the way of."""
 
 
 class Ears(Protocol):
@@ -79,10 +81,9 @@ def watch(runs: Sequence[Watched], sleep: Callable[[float], None], looks: JobLoo
     """Supervise until every run is over; LostError when one of them belongs to another supervisor by now."""
     while remaining := [each for each in runs if not each.run.state.is_over]:
         looks.look_if_due([each.run for each in remaining])
-        for each in remaining:
-            if is_due(each, looks):
-                one_pass(each, looks, remaining)
-        if not all(each.run.state.is_over for each in runs):
+        made = [one_pass(each, looks, remaining) for each in remaining if is_due(each, looks)]
+        is_half_done = any(isinstance(decision, _HALF_THE_WAY) for decision in made)
+        if not is_half_done and not all(each.run.state.is_over for each in runs):
             sleep(pass_s)
 
 

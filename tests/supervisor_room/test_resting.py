@@ -18,7 +18,7 @@ from supervisor.fleet import Fleet
 from supervisor.job_looks import BUSY_LOOK_S, NODES_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import AttemptDecided, read_journal
 from supervisor.requests import Request
-from supervisor.watch import LONG_REST_S, REST_S, is_due, one_pass
+from supervisor.watch import LONG_REST_S, REST_S, is_due, one_pass, watch
 from tests.supervisor_room.stage import Stage
 from worker.contract import files, loss_history
 from worker.contract.exit_report import Outcome
@@ -184,6 +184,20 @@ def test_a_single_quiet_run_asks_twice_a_minute(resting: Stage, clock: Clock) ->
         clock.now += 0.3
         looks.look_if_due([resting.watched.run])
     assert len(resting.scheduler.calls) - before <= 20
+
+
+def test_what_follows_a_decision_does_not_wait_for_the_next_pass(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+
+    class Rested(Exception):
+        """The loop came to its pause."""
+
+    def sleep(seconds: float) -> None:
+        raise Rested
+
+    with pytest.raises(Rested):
+        watch([stage.watched], sleep, stage.looks, 0.3)
+    assert (stage.watched.run.state.attempt, stage.submissions) == (1, 1)
 
 
 def test_on_a_shared_disk_attributes_are_those_of_an_opened_file(tmp_path: Path) -> None:

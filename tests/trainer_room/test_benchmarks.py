@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slurm.local_cluster.configuration import missing_packages
+from tests.conftest import need
 from tests.trainer_room.rig import Launcher, Process
 
 pytestmark = pytest.mark.training
@@ -48,6 +50,15 @@ SCRIPTS = {
         [*HEADED, r"plain Trainer .* 1\.00", rf"higgsfield +{NUMBER}", rf"in background .* {NUMBER}$"],
     ),
     "relaunch": ("--relaunches 1", [*HEADED, rf"cold{figures(4)} +1$", rf"zygote{figures(4)} +1$", "trainer of cold"]),
+    "recovery": (
+        "--tiny",
+        [
+            *HEADED,
+            *(rf"{name}, zygote{figures(5)} +1$" for name in ("spike", "killed trainer")),
+            *(rf"{name}, zygote{figures(2)} .*met$" for name in ("spike", "killed trainer")),
+            *(rf"{part}{figures(2)}$" for part in ("seen by the supervisor", "trainer: imports", "the first step")),
+        ],
+    ),
     "supervisor": (
         "--runs 1 3 --seconds 1 --settle 1",
         [
@@ -72,8 +83,14 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+ON_SLURM = ("recovery",)
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.slurm) if name in ON_SLURM else name for name in SCRIPTS]
+)
 def test_the_script_runs_to_its_end(script: str, launcher: Launcher, tmp_path: Path) -> None:
+    need(missing_packages() if script in ON_SLURM else [])
     told, rows = SCRIPTS[script]
     log = tmp_path / "log"
     child = launcher.start([*shlex.split(told), json.dumps({"benchmark": script})], {}, log)
