@@ -131,6 +131,7 @@ _HAPPENED: Final = {
     "time_limit": "the time limit came",
     "hang": "it hung",
     "crash": "it crashed",
+    "killed": "its trainer was killed",
     "out_of_memory": "out of memory",
     "vanished": "the job ended without a word",
     "refused": "a checkpoint did not restore",
@@ -169,7 +170,7 @@ def _happenings(events: Sequence[Event]) -> Iterator[tuple[str, int | None]]:
             case RolledBack():
                 yield event.cause, event.verdict_step
             case Continued():
-                yield event.cause, None
+                yield "killed" if event.cause == "crash" and "killed by signal" in event.reason else event.cause, None
             case Stopped() if event is not last:
                 yield "stopped", event.saved_step
             case Preempted() if not _is_answered(events[number + 1 :]):

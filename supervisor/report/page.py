@@ -29,6 +29,7 @@ from supervisor.report.page_data import chart_data
 from supervisor.report.spans import KINDS, MEANING, Kind
 from supervisor.report.texts import details_of, is_told, step_of, text_of, word_of
 from worker.contract.config import Config, format_config, without_secrets
+from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
 from worker.contract.manifest import Health, Manifest
 
@@ -196,6 +197,8 @@ def _end_of(events: Sequence[Event], attempt: int) -> str:
         return f"{verdict.kind} at step {verdict.step}"
     if left is None:
         return "its job ended" if any(event.attempt > attempt for event in events) else ""
+    if left.outcome is Outcome.CRASHED and left.error is not None and left.error.type == "Signal":
+        return left.error.message
     what = f": {left.error.what.replace('_', ' ')}" if left.error is not None and left.error.what else ""
     return f"{left.outcome.value.replace('_', ' ')}{what}"
 

@@ -81,6 +81,8 @@ def test_nobody_is_sent_to_a_traceback_that_a_kill_cannot_leave(tmp_path: Path) 
     again = [event for event in stage.events if isinstance(event, Continued)][-1]
     assert again.reason == "the worker ended: rank 0 on n1 was killed by signal 9 (Killed)"
 
+    assert "What happened: its trainer was killed." in closing_summary(stage.events, stage.story.accounting())
+
     def tried(reason: str) -> str:
         return dict(details_of(again.model_copy(update={"reason": reason})))["try"]
 
