@@ -97,13 +97,14 @@ def picture_of_text(browser: Browser, text: str, path: Path) -> None:
 
 
 def picture_of_report(browser: Browser, report: Path, path: Path) -> None:
-    page = browser.new_page(viewport={"width": 1000, "height": 1640})
+    page = browser.new_page(viewport={"width": 1000, "height": 2000})
     page.goto(report.as_uri())
     rolled = page.locator("[data-step]").nth(1)
     rolled.click()
     page.get_by_role("button", name="all steps").click()
     page.evaluate("window.scrollTo(0, 0)")
-    page.screenshot(path=path)
+    chart = page.locator("#chart").bounding_box() or {}
+    page.screenshot(path=path, clip={"x": 0, "y": 0, "width": 1000, "height": chart["y"] + chart["height"]})
 
 
 if __name__ == "__main__":
