@@ -254,7 +254,7 @@ def shown(all_found: list[Found], turns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="of torch, for the training that has its turn")
     parser.add_argument("--folder", help="where the histories are written; the disk that is measured")
     parser.add_argument("--tiny", action="store_true", help="very small models, to see that it works")

@@ -17,10 +17,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 SCRIPTS: Final = {
-    "overhead": "--turns 5",
+    "overhead": "--turns 7",
     "history": "",
     "checkpoint": "--steps 20 20 20000 --repeats 9",
-    "saves": "--turns 1 --saves 3 --every 12 --tokens 8",
+    "saves": "--turns 1 --saves 5 --every 12",
     "relaunch": "--relaunches 3",
     "recovery": "",
     "supervisor": "",

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from worker.checkpoints import digested_save
+from worker.copying import copy_bytes
 from worker.free_memory import available_bytes
 from worker.wrap import replaced
 
@@ -54,9 +55,7 @@ class KeptMemory:
         """The same tensors in kept memory, until ``give_back``; those that share memory share it there too."""
         storages = {id_of(one): one.untyped_storage() for one in tensors}
         places = {key: self._take(storage.nbytes()) for key, storage in storages.items()}
-        torch._foreach_copy_(list(places.values()), [bytes_of(one) for one in storages.values()], non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        copy_bytes(list(places.values()), [bytes_of(one) for one in storages.values()])
         return [placed_like(one, places[id_of(one)].untyped_storage()) for one in tensors]
 
     def _take(self, size: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.trainer_room.rig import Rig, same_end
+from worker import copying
 from worker.background import Background, KeptMemory, LargeParts
 from worker.checkpoints import digested_save
 from worker.contract.loss_history import read_history
@@ -69,6 +71,16 @@ def test_a_copy_is_written_byte_for_byte_as_the_state_was(tmp_path: Path, is_res
         assert [(tmp_path / name).read_bytes() for name in ("optimizer.pt", "model.safetensors")] == expected
     assert digests.keys() == {tmp_path / "optimizer.pt"}
     assert large.sizes == Counter({size: len(kept) for size, kept in memory._free.items() if kept})  # what is learned
+
+
+@pytest.mark.parametrize("cpus", [1, 3])
+def test_every_byte_is_copied_by_however_many_threads(monkeypatch: pytest.MonkeyPatch, cpus: int) -> None:
+    monkeypatch.setattr(copying, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    sources = [torch.randint(256, (length,), dtype=torch.uint8) for length in (0, 1, 99, 100, 101, 12_345)]
+    places = [torch.zeros_like(one) for one in sources]
+    copying.copy_bytes(places, sources)
+    assert all(torch.equal(one, other) for one, other in zip(places, sources, strict=True))
 
 
 def test_what_was_not_copied_is_looked_at_at_once_and_what_was_as_it_was(tmp_path: Path) -> None:

@@ -47,7 +47,12 @@ SCRIPTS = {
     ),
     "saves": (
         "--turns 1 --saves 2 --every 2 --hidden 32 --layers 1",
-        [*HEADED, r"plain Trainer .* 1\.00", rf"higgsfield +{NUMBER}", rf"in background .* {NUMBER}$"],
+        [
+            *HEADED,
+            r"plain Trainer .* 1\.00",
+            rf"higgsfield +{NUMBER}",
+            rf"in background .* {NUMBER} +0\.2 x plain: .*met$",
+        ],
     ),
     "relaunch": ("--relaunches 1", [*HEADED, rf"cold{figures(4)} +1$", rf"zygote{figures(4)} +1$", "trainer of cold"]),
     "recovery": (
