@@ -68,6 +68,9 @@ class CountingScheduler:
         self.calls += bool(names)
         return {}
 
+    def cancel(self, job_id: str) -> None:
+        self.calls += 1
+
     def reservations(self) -> list[Reservation]:
         self.calls += 1
         return []

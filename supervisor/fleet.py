@@ -14,7 +14,7 @@ from typing import Final, TextIO, cast
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.decision import Decision, Wait
 from supervisor.disk import seconds_between_passes
-from supervisor.job_looks import BUSY_LOOK_S, NODES_LOOK_S, QUIET_LOOK_S, JobLooks
+from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.lease import (
     BEAT_EVERY_S,
     DEAD_AFTER_S,
@@ -35,7 +35,7 @@ from worker.contract import config as contract_config
 from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
 
-TURN_S: Final = 1.0
+TURN_S: Final = 0.5
 """The longest pause between two passes, where passes are quick and the disk is local."""
 AGAIN_AFTER_S: Final = 60.0
 """When a run that was put aside is tried again, changed or not."""
@@ -304,7 +304,7 @@ class Fleet:
         if isinstance(scheduler, LocalScheduler):
             return JobLooks(scheduler, quiet_s=0.0, busy_s=0.0)
         sparing = cast(Scheduler, SparingScheduler(scheduler))
-        self._cluster = JobLooks(sparing, QUIET_LOOK_S, BUSY_LOOK_S, fresh_s=BUSY_LOOK_S, nodes_s=NODES_LOOK_S)
+        self._cluster = JobLooks(sparing, QUIET_LOOK_S, BUSY_LOOK_S, fresh_s=BUSY_LOOK_S)
         return self._cluster
 
     def _beat_in_between(self) -> None:

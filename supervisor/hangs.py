@@ -11,8 +11,22 @@ from supervisor.run_state import RunState
 from worker.contract.exit_report import Outcome
 from worker.contract.pulse import hang_limit_s
 
+_LATE_PULSE_S: Final = 15.0
+"""Pulses come every 5 s, and between two steps."""
+_LATE_STEPS: Final = 3.0
 AGENTS_TURN_S: Final = 180.0
 """What the agents get beyond the limit: they notice first, take the stacks, and may need a minute to end a trainer."""
+
+
+def unusual_silence_s(seen: Observation) -> float:
+    """For how long rank 0 has given no sign of life while it trains; 0 where its steps may take as long.
+
+    Long before this is a hang it is a reason to ask how the job and its nodes are: a dead node says nothing either.
+    """
+    pulse, step_s = seen.pulses.get(0), (seen.last.step_s if seen.last is not None else None) or 0.0
+    if pulse is None or pulse.phase != "training" or seen.quiet_s <= max(_LATE_PULSE_S, _LATE_STEPS * step_s):
+        return 0.0
+    return seen.quiet_s
 
 
 def hang_news(run: RunState, seen: Observation, timeout_s: float) -> Iterator[HangSeen]:

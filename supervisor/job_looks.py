@@ -11,13 +11,12 @@ from slurm.parsing import duration_s
 from slurm.scheduler import Scheduler, SchedulerError
 from supervisor.supervised_run import SupervisedRun
 
-QUIET_LOOK_S: Final = 40.0
-NODES_LOOK_S: Final = 120.0
-"""Between looks at the jobs and at their nodes while all runs train: two calls a minute, whatever their number."""
+QUIET_LOOK_S: Final = 60.0
+"""Between looks at the jobs and their nodes while all runs train: two calls a minute, whatever their number."""
 BUSY_LOOK_S: Final = 2.0
 """Between looks while something is about to change."""
 _SHARE_OF_A_WAIT: Final = 0.1
-"""Of the time that a job has waited: from five minutes on, its queue is a quiet place."""
+"""Of the time that a job has waited, or its worker been silent: from ten minutes on, that is a quiet place too."""
 LONGEST_SILENCE_S: Final = 60.0
 """Between looks at a scheduler that has not answered for a while."""
 
@@ -25,16 +24,13 @@ LONGEST_SILENCE_S: Final = 60.0
 class JobLooks:
     """Job statuses of all runs, asked for with one query, as seldom as the runs allow."""
 
-    def __init__(
-        self, scheduler: Scheduler, quiet_s: float, busy_s: float, fresh_s: float = 0.0, nodes_s: float = 0.0
-    ) -> None:
-        """``fresh_s``: how old an answer may be to be acted upon; ``nodes_s``: one about nodes, in quiet times."""
+    def __init__(self, scheduler: Scheduler, quiet_s: float, busy_s: float, fresh_s: float = 0.0) -> None:
+        """``fresh_s``: how old an answer may be to be acted upon."""
         self.scheduler = scheduler
         self._quiet_s = quiet_s
         self._busy_s = busy_s
         self._fresh_s = fresh_s
-        self._nodes_s = nodes_s
-        self._looked_at = self._nodes_at = float("-inf")
+        self._looked_at = float("-inf")
         self._silences = 0
         self.asked: frozenset[str] = frozenset()
         self.found: Mapping[str, JobStatus] = {}
@@ -54,15 +50,14 @@ class JobLooks:
         """Look again when the last look is old enough for what is going on; less often the longer nobody answers."""
         due_s = min((self._due_s(run) for run in runs), default=self._quiet_s)
         if self._is_older_than(due_s):
-            are_nodes_old = time.monotonic() - self._nodes_at >= self._nodes_s
-            self.look(runs, with_nodes=due_s < self._quiet_s or are_nodes_old)
+            self.look(runs)
 
     def _due_s(self, run: SupervisedRun) -> float:
-        """Between looks for this run: the longer a job waits in the queue, the less often it is asked about."""
+        """Between looks for this run: the longer it waits in the queue or is silent, the less often it is asked about."""
         if not is_about_to_change(run):
             return self._quiet_s
         job = run.state.job
-        waits_s = run.clock() - job.time if job is not None and job.state == JobState.PENDING.value else 0.0
+        waits_s = run.clock() - job.time if job is not None and job.state == JobState.PENDING.value else run.silent_s
         return min(self._quiet_s, max(self._busy_s, waits_s * _SHARE_OF_A_WAIT))
 
     def _is_older_than(self, due_s: float) -> bool:
@@ -75,20 +70,19 @@ class JobLooks:
         if self._is_older_than(self._fresh_s):
             self.look(list(runs))
 
-    def look(self, runs: Sequence[SupervisedRun], *, with_nodes: bool = True) -> None:
-        """Ask the scheduler now; without the nodes, what was known of them stays."""
+    def look(self, runs: Sequence[SupervisedRun]) -> None:
+        """Ask the scheduler now."""
         ids = [run.state.job_id for run in runs if run.state.job_id is not None]
         beside = self.nodes, self.reservations, self.error
         self.found, self.error = _look_up(self.scheduler, ids)
         self._silences = 0 if self.error is None else self._silences + 1
         self.asked = frozenset(ids)
-        if with_nodes or self.error is not None:
-            self._look_at_nodes(runs)
+        self._look_at_nodes(runs)
         self._edition += (self.nodes, self.reservations, self.error) != beside
         self._looked_at = time.monotonic()
 
     def _look_at_nodes(self, runs: Sequence[SupervisedRun]) -> None:
-        self.nodes, self.reservations, self._nodes_at = {}, (), time.monotonic()
+        self.nodes, self.reservations = {}, ()
         with suppress(SchedulerError):  # They are a bonus: without them nothing is taken for lost.
             self.nodes = self.scheduler.nodes(self._node_names(runs))
             if any(_may_be_reserved_away(run, self.found) for run in runs):
@@ -112,10 +106,11 @@ def _look_up(scheduler: Scheduler, job_ids: Sequence[str]) -> tuple[Mapping[str,
 
 
 def is_about_to_change(run: SupervisedRun) -> bool:
-    """Whether it does anything else than train."""
+    """Whether it does anything else than train, or does not seem to train any more."""
     state = run.state
     is_leaving = state.job is not None and state.job.state not in (JobState.RUNNING.value, JobState.SUSPENDED.value)
-    return state.state != "training" or state.left is not None or state.verdict is not None or is_leaving
+    is_silent = run.silent_s > 0.0
+    return state.state != "training" or state.left is not None or state.verdict is not None or is_leaving or is_silent
 
 
 def _may_be_reserved_away(run: SupervisedRun, found: Mapping[str, JobStatus]) -> bool:

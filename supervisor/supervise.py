@@ -13,7 +13,7 @@ from supervisor.audience import Audience
 from supervisor.decision import Decision, Wait
 from supervisor.disk import seconds_between_passes
 from supervisor.fold import replay
-from supervisor.job_looks import BUSY_LOOK_S, NODES_LOOK_S, QUIET_LOOK_S, JobLooks
+from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import Journal, ResumeRequested, SupervisorStarted, mend_journal, read_journal
 from supervisor.lease import NO_JOB, Lease, LostError, OwnJob, take_lease
 from supervisor.notify import Notifier
@@ -169,7 +169,7 @@ def _looks(scheduler: Scheduler, run_dir: RunDir) -> JobLooks:
     """The stand-in is asked at each pass, because it costs nothing; a cluster as seldom as can be."""
     if isinstance(scheduler, LocalScheduler):
         return JobLooks(scheduler, quiet_s=seconds_between_passes(run_dir.path), busy_s=0.0)
-    return JobLooks(scheduler, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S, nodes_s=NODES_LOOK_S)
+    return JobLooks(scheduler, quiet_s=QUIET_LOOK_S, busy_s=BUSY_LOOK_S)
 
 
 def _is_over(scheduler: Scheduler) -> Callable[[str], bool]:

@@ -31,6 +31,8 @@ class SupervisedRun:
     """When this process last asked the scheduler for a job by the run's name, whether that answered or not."""
     looked_in_vain_at: float | None = None
     """When it last answered, and had none, though a submission without an answer may have made one."""
+    silent_s: float = 0.0
+    """For how long its worker, in the middle of training, gave no sign of life; 0 where that is nothing unusual."""
     journal: Journal = field(init=False)
     inherited: SubmitIntended | None = field(init=False)
     """The submission that a predecessor died over: nobody knows whether it was made."""

@@ -13,7 +13,7 @@ from supervisor.attempts import Rules, rules_of
 from supervisor.bad_nodes import strikes
 from supervisor.decision import Begin, Decision, Exclude, Wait
 from supervisor.disk import stat_for
-from supervisor.hangs import hang_news
+from supervisor.hangs import hang_news, unusual_silence_s
 from supervisor.job_looks import JobLooks, is_about_to_change
 from supervisor.journal import LookFailed, LookRecovered, RollbackRequested
 from supervisor.lease import BEAT_EVERY_S, LostError, OwnJob
@@ -156,6 +156,7 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
         nodes = {name: node for name, node in nodes.items() if not node.is_down}  # Slurm itself puts the job back
     seen = watched.observer.look(run.state, run.clock(), job, looks.error)
     seen = replace(seen, nodes=nodes, reservations=looks.reservations)
+    run.silent_s = unusual_silence_s(seen)
     if run.state.is_over:
         return _hear(watched, seen), seen
     _note_silence(run, seen)

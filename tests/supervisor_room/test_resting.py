@@ -15,7 +15,7 @@ from slurm.job import JobState
 from supervisor import fleet
 from supervisor.disk import REMOTE_PASS_S, seconds_between_passes, stat_anew, stat_for
 from supervisor.fleet import Fleet
-from supervisor.job_looks import BUSY_LOOK_S, NODES_LOOK_S, QUIET_LOOK_S, JobLooks
+from supervisor.job_looks import BUSY_LOOK_S, QUIET_LOOK_S, JobLooks
 from supervisor.journal import AttemptDecided, read_journal
 from supervisor.requests import Request
 from supervisor.watch import LONG_REST_S, REST_S, is_due, one_pass, watch
@@ -177,7 +177,7 @@ def test_a_segment_that_could_not_be_written_down_is_not_forgotten(
 
 
 def test_a_single_quiet_run_asks_twice_a_minute(resting: Stage, clock: Clock) -> None:
-    looks = JobLooks(resting.scheduler, QUIET_LOOK_S, BUSY_LOOK_S, nodes_s=NODES_LOOK_S)
+    looks = JobLooks(resting.scheduler, QUIET_LOOK_S, BUSY_LOOK_S)
     looks.look_if_due([resting.watched.run])
     before = len(resting.scheduler.calls)
     for _ in range(2000):  # ten minutes
@@ -198,6 +198,28 @@ def test_what_follows_a_decision_does_not_wait_for_the_next_pass(tmp_path: Path)
     with pytest.raises(Rested):
         watch([stage.watched], sleep, stage.looks, 0.3)
     assert (stage.watched.run.state.attempt, stage.submissions) == (1, 1)
+
+
+@pytest.mark.parametrize(("step_s", "is_asked"), [(1.0, True), (60.0, False)])
+def test_a_worker_that_falls_silent_is_a_reason_to_ask(resting: Stage, step_s: float, is_asked: bool) -> None:
+    """A node that died says nothing, and its job is RUNNING for minutes; a step of a minute is as silent."""
+    looks = JobLooks(resting.scheduler, QUIET_LOOK_S, BUSY_LOOK_S)
+    resting.train(until=9, step_s=step_s)
+    resting.pulse()
+    for _ in range(3):
+        resting.look()
+    assert looks._due_s(resting.watched.run) == QUIET_LOOK_S
+    resting.now += 16.0
+    resting.look()
+    assert (looks._due_s(resting.watched.run) == BUSY_LOOK_S) is is_asked
+    resting.pulse()
+    resting.look()
+    assert looks._due_s(resting.watched.run) == QUIET_LOOK_S
+    resting.pulse(phase="saving")
+    resting.now += 100.0
+    resting.look()
+    resting.look()
+    assert looks._due_s(resting.watched.run) == QUIET_LOOK_S, "a save may take as long as it likes, within its limit"
 
 
 def test_on_a_shared_disk_attributes_are_those_of_an_opened_file(tmp_path: Path) -> None:
