@@ -53,7 +53,7 @@ class JobLooks:
             self.look(runs)
 
     def _due_s(self, run: SupervisedRun) -> float:
-        """Between looks for this run: the longer it waits in the queue or is silent, the less often it is asked about."""
+        """Between looks for this run: the longer it waits in the queue or is silent, the fewer."""
         if not is_about_to_change(run):
             return self._quiet_s
         job = run.state.job
