@@ -15,6 +15,7 @@ import yaml
 from benchmarks.slurm_faults import agents_of, logged, note_start, occupy, starts, step_daemons, until
 from slurm.local_cluster.cluster import Cluster
 from supervisor.config import load_config
+from supervisor.fold import replay
 from supervisor.journal import (
     AttemptDecided,
     Event,
@@ -24,7 +25,6 @@ from supervisor.journal import (
     WorkerLeft,
     read_journal,
 )
-from supervisor.run_state import replay
 from supervisor.runs import open_or_create
 from worker.contract.claim import read_claim
 from worker.contract.files import read_message
