@@ -50,9 +50,14 @@ class Ema:
         """Take the weights in when ``step``, the number of finished steps, is a multiple of ``every``."""
         if step % self._rules.every:
             return
-        weights = [self._placed(own_part(one)).float() for one in self._now(model)]
-        torch._foreach_lerp_(list(self._average.values()), weights, 1.0 - self.next_decay())
+        torch._foreach_lerp_(list(self._average.values()), self._weights_of(model), 1.0 - self.next_decay())
         self.num_updates += 1
+
+    def _weights_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """The weights as the average has them: the parameters themselves where they are whole, in float32, and here."""
+        if model is self._lasting and self._rules.device == "same":
+            return [one if one.dtype is torch.float32 else one.float() for one in self._like.values()]
+        return [self._placed(own_part(one)).float() for one in self._now(model)]
 
     def _now(self, model: torch.nn.Module) -> Iterable[torch.Tensor]:
         """The trained parameters; searched for again only where a forward pass may have put others in their place."""
