@@ -226,7 +226,7 @@ def _ratios(measured: Measured) -> list[str]:
     for kind in (SUBMITIT, SBATCH):
         if theirs := measured.get(f"{PREEMPTION}: {kind}"):
             ratio = _median_total(theirs) / _median_total(measured[PREEMPTION])
-            lines.append(f"{f'{PREEMPTION}: {kind}, times ours':44}{5.0:8.1f}{ratio:9.1f}   {met(ratio >= 5)}")
+            lines.append(f"{f'{kind} beside ours, preempted':44}{5.0:8.1f}{ratio:9.1f}   {met(ratio >= 5)}")
     return ["", f"{'wanted, ratio':44}{'at least':>8}{'measured':>9}", *lines] if lines else []
 
 
