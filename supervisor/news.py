@@ -1,7 +1,7 @@
 """What was seen and is not yet in the journal.  Pure."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Final
 
@@ -23,7 +23,7 @@ from supervisor.journal import (
 from supervisor.observation import STOP_FILE, Observation
 from supervisor.requests import request_news
 from supervisor.run_state import RunState
-from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, Outcome
+from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ExitReport, Outcome
 from worker.contract.loss_history import ACTED, Record
 from worker.contract.manifest import Health, health
 
@@ -199,6 +199,11 @@ _TELLS_MOST = (
 )
 
 
+def most_telling(reports: Iterable[ExitReport]) -> ExitReport | None:
+    """Of one start's reports the one that says why it ended; None where there is none."""
+    return min(reports, key=lambda each: (_TELLS_MOST.index(each.outcome), each.rank), default=None)
+
+
 def _is_told(seen: Observation) -> bool:
     """Whether rank 0 has reported; or others did a while ago, so that rank 0's agent must be gone."""
     ended = [report.ended for report in seen.reports.values()]
@@ -209,8 +214,8 @@ def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
     if run.left is not None or not _is_told(seen):
         return
     restarts = max(seen.job.restarts if seen.job else 0, run.job.restarts if run.job else 0)
-    report = min(seen.reports.values(), key=lambda each: (_TELLS_MOST.index(each.outcome), each.rank))
-    if report.restart < restarts and report.outcome not in WAITS_FOR_A_DIRECTIVE:
+    report = most_telling(seen.reports.values())
+    if report is None or (report.restart < restarts and report.outcome not in WAITS_FOR_A_DIRECTIVE):
         return  # that start is over and done with: Slurm put the job back
     if run.awaits_attempt and report.outcome is not Outcome.DONE:
         return  # a person's resume has answered it: the next attempt is about to be decided

@@ -91,7 +91,7 @@ class Observer:
         self._read_history()
         told = run.segment or 0
         self._started = [one for one in self._started if one.attempt >= run.attempt and one.segment > told]
-        claim, reports = _claim(self.run_dir, run.attempt), _newest_reports(self._signs.starts)
+        claim, reports = _claim(self.run_dir, run.attempt), newest_reports(self._signs.starts)
         odd_ranks = (self._branch[-1].nonfinite_ranks or ()) if self._branch else ()
         pulses = self._newest_pulses(run.attempt, {0, *odd_ranks})
         is_running = job is not None and job.state is JobState.RUNNING and claim is not None and not reports
@@ -177,7 +177,7 @@ def _claim(run_dir: RunDir, attempt: int) -> Claim | None:
         return None
 
 
-def _newest_reports(starts: Mapping[Path, Collection[str]]) -> dict[int, ExitReport]:
+def newest_reports(starts: Mapping[Path, Collection[str]]) -> dict[int, ExitReport]:
     """Exit reports of the attempt's newest start that left any folder, by rank.
 
     Of an earlier start, where the newest has none, if it ended so that the agents of a later one wait for a directive.

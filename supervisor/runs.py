@@ -18,11 +18,12 @@ from supervisor.fold import replay
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
+from supervisor.pace import estimate, still_since, unread_text
 from supervisor.run_state import OVER, RunState
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
 from worker.contract.files import UnusableFileError, append_line, encode, is_left, refuse_what_is_no_file
-from worker.contract.loss_history import HistoryReader, Record, recent_records, surviving
+from worker.contract.loss_history import HistoryReader, recent_records, surviving
 from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.rehearsal import Fault
 from worker.contract.run_dir import RunDir
@@ -45,6 +46,8 @@ _COLUMNS = [
     "supervisor",
     "since",
     "eta",
+    "still_since",
+    "worker_left",
     "reason",
 ]
 _VERSIONED = ("higgsfield-supervisor", "torch", "transformers", "accelerate", "submitit")
@@ -204,27 +207,35 @@ def all_runs(runs: Path) -> list[RunDir]:
 # -- where a run stands ------------------------------------------------------------------------------------------------
 
 
-def standing(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
-    """One run as ``status --json`` prints it; nothing but files is asked."""
+def standing(run_dir: RunDir, in_detail: bool, now: float | None = None) -> dict[str, Any]:
+    """One run as ``status --json`` prints it at ``now``, UTC seconds; nothing but files is asked."""
+    now = time.time() if now is None else now
     config = contract_config.read(run_dir.config)
     events = read_journal(run_dir.journal)
     state = replay(events)
     recent = recent_records(run_dir.history)
     last = recent[-1] if recent else None
+    holder, total = _holder(run_dir), _max_steps(config, events)
+    own = [record for record in recent if record.segment == state.segment]
+    left = unread_text(run_dir, state)
+    is_alone = holder is None or holder["alive"] is False
+    still = own[-1].time if left and own else still_since(state, own, now, is_alone=is_alone)
     row: dict[str, Any] = {
         "name": config.run.name,
         "dir": str(run_dir.path),
         "state": state.state,
         "step": last.step if last else None,
-        "max_steps": _max_steps(config, events),
+        "max_steps": total,
         "loss": last.loss if last else None,
         "lr_scale": state.plan.lr_scale if state.plan else 1.0,
         "rollbacks": state.rollbacks,
         "attempt": state.attempt,
         "job": _job(state),
-        "supervisor": _holder(run_dir),
+        "supervisor": holder,
         "since": state.since,
-        "eta": _eta(state, _max_steps(config, events), recent),
+        "eta": None if still else estimate(state, total, own, now),
+        "still_since": still,
+        "worker_left": left,
         "reason": _stop_file(run_dir, state) or _reason(config, state),
     }
     return row | _details(run_dir, config, state, events) if in_detail else row
@@ -270,16 +281,6 @@ def _holder(run_dir: RunDir) -> dict[str, Any] | None:
         return None
     here = file.host == socket.gethostname()
     return {"host": file.host, "pid": file.pid, "alive": not is_gone(file) if here else None}
-
-
-def _eta(state: RunState, total: int | None, records: Sequence[Record]) -> float | None:
-    """When the last step will be done if the next ones take as long as the last ones did, UTC seconds."""
-    recent = [record for record in records if record.segment == state.segment]
-    if state.state != "training" or total is None or len(recent) < 2:
-        return None
-    first, last = recent[0], recent[-1]
-    steps = last.step - first.step
-    return last.time + (last.time - first.time) / steps * (total - last.step) if steps > 0 else None
 
 
 def _details(run_dir: RunDir, config: Config, state: RunState, events: list[Event]) -> dict[str, Any]:

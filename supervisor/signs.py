@@ -34,7 +34,7 @@ class Signs:
         self.restarts = run_dir.restarts(attempt) if attempt else ()
         starts = [run_dir.restart(attempt, restart) for restart in self.restarts]
         self._paths, self._stamps = [*paths, *starts], [*stamps, *map(self._stamp, starts)]
-        self.starts = {start: _reports(start) for start in starts}
+        self.starts = {start: reports_in(start) for start in starts}
 
     def changed(self) -> set[Path]:
         """What changed since the last time."""
@@ -45,7 +45,7 @@ class Signs:
 
     def has_new_report(self, start: Path) -> bool:
         """Whether a rank has reported its end in that folder since then."""
-        return _reports(start) != self.starts[start]
+        return reports_in(start) != self.starts[start]
 
     def _stamp(self, path: Path) -> tuple[int, int, int]:
         """What changes with every change, of the disk's clock and otherwise; of what is not there, why not."""
@@ -56,7 +56,8 @@ class Signs:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _reports(start: Path) -> frozenset[str]:
+def reports_in(start: Path) -> frozenset[str]:
+    """Names of the exit reports in the folder of a start; none where there is no such folder."""
     try:
         with os.scandir(start) as entries:
             return frozenset(one.name for one in entries if one.name.startswith("rank-") and one.name.endswith(_REPORT))

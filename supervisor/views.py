@@ -19,9 +19,10 @@ from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import printable
 from supervisor.report.log_text import closing_summary, costs_of, entry_lines, log_lines, milestones
 from supervisor.report.page import Facts, render
-from supervisor.report.standing_text import detail_lines, list_lines
+from supervisor.report.standing_text import detail_lines, list_lines, stands_still
 from supervisor.report.texts import WIDTH, is_told
 from supervisor.run_state import RunState
+from supervisor.runs import standing
 from worker.contract import config as contract_config
 from worker.contract.files import read_data
 from worker.contract.loss_history import read_history, surviving
@@ -55,7 +56,7 @@ def write_report(run_dir: RunDir, path: Path | None = None) -> Path:
     graded = tuple((manifest, health(manifest, branch, after)) for manifest in complete_checkpoints(run_dir))
     accounting = account(events, records, now, config.cluster.nodes)
     findings = diagnose(Evidence(config, records, events))
-    publish_page(place, render(Facts(config, events, records, accounting, graded, now, findings)))
+    publish_page(place, render(Facts(config, events, records, accounting, graded, now, findings, still(run_dir))))
     return place
 
 
@@ -110,7 +111,7 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
 def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
     """Print the whole log from ``since`` on, UTC seconds."""
     known = read_evidence(run_dir)
-    for line in log_lines(known.events, _accounting(known), since, columns(out), diagnose(known)):
+    for line in log_lines(known.events, _accounting(known), since, columns(out), diagnose(known), still(run_dir)):
         print(line, file=out)
 
 
@@ -121,7 +122,7 @@ def show_milestones(run_dir: RunDir, out: TextIO) -> None:
     for number in sorted(milestones(known.events)):
         for line in entry_lines(known.events[number], costs.get(number), columns(out)):
             print(line, file=out)
-    print("\n".join(_summary(known)), file=out)
+    print("\n".join(_summary(run_dir, known)), file=out)
 
 
 def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -133,11 +134,16 @@ def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[floa
         if isinstance(event, SegmentStarted):
             cost = accounting_of(run_dir, events).cost_of_segment(event.segment)
         print("\n".join(entry_lines(event, cost, columns(out))), file=out, flush=True)
-    print("\n".join(["", *_summary(read_evidence(run_dir))]), file=out, flush=True)
+    print("\n".join(["", *_summary(run_dir, read_evidence(run_dir))]), file=out, flush=True)
 
 
-def _summary(known: Evidence) -> list[str]:
-    return closing_summary(known.events, _accounting(known), diagnose(known))
+def _summary(run_dir: RunDir, known: Evidence) -> list[str]:
+    return closing_summary(known.events, _accounting(known), diagnose(known), still(run_dir))
+
+
+def still(run_dir: RunDir) -> str:
+    """That the run makes no step any more, and what a person can do; empty where it does, or is over."""
+    return stands_still(standing(run_dir, in_detail=False), time.time())
 
 
 def _accounting(known: Evidence) -> Accounting:

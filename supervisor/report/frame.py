@@ -83,7 +83,9 @@ def _estimate(row: dict[str, Any], events: Sequence[Event], now: float) -> list[
     """In parts, the most telling first, of which a narrow terminal has room for some."""
     if row["state"] in OVER:
         return [f"for {duration(now - row['since'])}"]
-    if row["eta"] is None:
+    if row["eta"] is None or row["eta"] <= now:
+        if still := row.get("still_since"):
+            return [f"no step since {local_clock(still)}"]
         return ["no estimate while no step is made"]
     told = [f"done {local_moment(row['eta'], now)}", f", in {duration(row['eta'] - now)}"]
     was_paused = any(isinstance(event, Stopped | GaveUp) for event in events)
@@ -113,7 +115,7 @@ def _figures(row: dict[str, Any], kept: Sequence[Record], columns: int) -> str:
 
 def _where(row: dict[str, Any], columns: int, now: float) -> list[str]:
     """Job and supervisor, as the details of ``status`` say it; of a run that is over, why."""
-    told = [f"{label} {text}" for label, text in facts_of(row, now) if label in ("job", "supervisor")]
+    told = [f"{label} {text}" for label, text in facts_of(row, now) if label in ("job", "steps", "supervisor")]
     if row["state"] in OVER:
         told = [row["reason"]]
     return [line for text in told for line in textwrap.wrap(printable(text), columns)[:_MOST_LINES]]

@@ -58,6 +58,7 @@ def log_lines(
     since: float = 0.0,
     width: int = WIDTH,
     findings: Sequence[Diagnosis] = (),
+    still: str = "",
 ) -> Iterator[str]:
     """The whole log from ``since`` on: days, events with what each cost, and the closing summary."""
     costs = costs_of(accounting)
@@ -70,7 +71,7 @@ def log_lines(
             yield day
         yield from entry_lines(event, costs.get(number), width)
     yield ""
-    yield from closing_summary(events, accounting, findings)
+    yield from closing_summary(events, accounting, findings, still)
 
 
 def entry_lines(event: Event, cost: Interruption | None = None, width: int = WIDTH) -> list[str]:
@@ -96,15 +97,28 @@ def costs_of(accounting: Accounting) -> Mapping[int, Interruption]:
 # -- the closing summary -----------------------------------------------------------------------------------------------
 
 
-def closing_summary(events: Sequence[Event], accounting: Accounting, findings: Sequence[Diagnosis] = ()) -> list[str]:
-    """What a colleague wants to know who was not there; ``findings``: the run's diagnosis, the first of it is told."""
+def closing_summary(
+    events: Sequence[Event], accounting: Accounting, findings: Sequence[Diagnosis] = (), still: str = ""
+) -> list[str]:
+    """What a colleague wants to know who was not there.
+
+    ``findings`` is the run's diagnosis, the first of it is told; ``still`` says that no step is made any more.
+    """
     if not events:
         return ["nothing has happened yet"]
-    lines = [_headline(events, accounting), *_story(events), *map(in_one_line, findings[:1]), *time_lines(accounting)]
+    standing = [f"{still[0].upper()}{still[1:]}."] if still else []
+    story = [line for line in _story(events) if not (still and line == _CALM)]
+    lines = [
+        _headline(events, accounting, still=bool(still)),
+        *standing,
+        *story,
+        *map(in_one_line, findings[:1]),
+        *time_lines(accounting),
+    ]
     return [printable(line) for line in lines]
 
 
-def _headline(events: Sequence[Event], accounting: Accounting) -> str:
+def _headline(events: Sequence[Event], accounting: Accounting, *, still: bool) -> str:
     attempts = max(event.attempt for event in events)
     rollbacks = sum(isinstance(event, RolledBack) for event in events)
     repeated = sum(each.steps_undone for each in accounting.interruptions)
@@ -118,9 +132,14 @@ def _headline(events: Sequence[Event], accounting: Accounting) -> str:
         case GaveUp():
             return f"Gave up after {wall}: {counted}; why: {last.reason.rstrip('.')}."
         case _:
-            return f"Under way for {wall} so far: {counted}."
+            return (
+                f"Under way for {wall} up to its last sign: {counted}."
+                if still
+                else f"Under way for {wall} so far: {counted}."
+            )
 
 
+_CALM: Final = "Nothing interrupted it."
 _HAPPENED: Final = {
     "spike": "the loss spiked",
     "divergence": "the loss rose and stayed",
@@ -159,7 +178,7 @@ def _story(events: Sequence[Event]) -> Iterator[str]:
     noted = [event for event in events if isinstance(event, WouldHaveDone)]
     yield from _observed(noted)
     if not times and not noted and sum(isinstance(event, SegmentStarted) for event in events) == 1:
-        yield "Nothing interrupted it."
+        yield _CALM
 
 
 def _happenings(events: Sequence[Event]) -> Iterator[tuple[str, int | None]]:

@@ -49,6 +49,8 @@ class Facts:
     now: float
     findings: Sequence[Diagnosis] = ()
     """The diagnosis, the most telling first."""
+    still: str = ""
+    """That no step is made any more, and what a person can do."""
 
 
 def render(facts: Facts) -> str:
@@ -63,9 +65,7 @@ def render(facts: Facts) -> str:
         name=_text(facts.config.run.name),
         state=_text(state.state.replace("_", " ")),
         made=_text(f"as of {local_time(facts.now)}"),
-        summary="\n".join(
-            f"<p>{_text(line)}</p>" for line in closing_summary(facts.events, facts.accounting, facts.findings)
-        ),
+        summary="\n".join(_summary(facts)),
         log="\n".join(_log(facts)),
         diagnosis="\n".join(_diagnosis(facts.findings)),
         time_bar="".join(_bar(facts.accounting)),
@@ -94,7 +94,7 @@ def _json(data: Any) -> str:
 
 
 def _summary(facts: Facts) -> Iterator[str]:
-    for line in closing_summary(facts.events, facts.accounting, facts.findings):
+    for line in closing_summary(facts.events, facts.accounting, facts.findings, facts.still):
         yield f"<p>{_text(line)}</p>"
 
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from supervisor.report.figures import FAR_S, clipped, count, duration, local_moment, printable
+from supervisor.report.figures import FAR_S, clipped, count, duration, local_clock, local_moment, printable
 from supervisor.run_state import OVER
 
 Row = dict[str, Any]
@@ -16,6 +16,7 @@ _COLUMNS: Final = ("run", "state", "step", "loss", "rate", "")
 _LONGEST_REASON: Final = 100
 """Characters of a reason among others; `status RUN` has all of it."""
 _MOST_NODES: Final = 4
+_LONG_AGO_S: Final = 12 * 3600.0
 _BUDGETS: Final = {"rollbacks_left": "more rollbacks", "attempts_left": "more attempts without progress"}
 
 
@@ -101,7 +102,28 @@ def _expected(job: dict[str, Any], now: float) -> str:
 
 
 def _ends(row: Row, now: float) -> str:
-    return "" if row["eta"] is None else f"done about {local_moment(row['eta'], now)}"
+    if row["eta"] is not None and row["eta"] > now:
+        return f"done about {local_moment(row['eta'], now)}"
+    return _short(still_text(row, now))
+
+
+def still_text(row: Row, now: float) -> str:
+    """That no step is made any more, and how the worker ended where that is known; empty where steps go on."""
+    since, left = row.get("still_since"), row.get("worker_left")
+    told = [f"no step since {_clock(since, now)}"] if since is not None else []
+    return "; ".join([*told, *([left] if left else [])])
+
+
+def stands_still(row: Row, now: float) -> str:
+    """That no step is made any more, how the worker ended, and what a person can do; empty where steps go on."""
+    still, holder = still_text(row, now), row["supervisor"]
+    is_alone = holder is None or holder["alive"] is False
+    return f"{still}; {_supervisor(row)}" if still and is_alone else still
+
+
+def _clock(time: float, now: float) -> str:
+    """To the second where it is not long ago."""
+    return local_clock(time) if now - time < _LONG_AGO_S else local_moment(time, now)
 
 
 def _unattended(row: Row) -> str:
@@ -147,7 +169,9 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
     if row["state"] not in OVER:
         yield "job", _job(row, now)
         yield "supervisor", _supervisor(row)
-        if row["eta"] is not None:
+        if still := still_text(row, now):
+            yield "steps", still
+        if row["eta"] is not None and row["eta"] > now:
             left = duration(row["eta"] - now)
             yield "done", f"about {local_moment(row['eta'], now)}, in {left}, if it goes on as it does now"
     because = row["job"]["because"] if row["job"] and row["state"] not in OVER else ""

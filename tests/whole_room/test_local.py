@@ -174,7 +174,7 @@ def test_another_configuration_of_the_same_name_is_refused(eventful: Eventful) -
 
 
 ROW = {"name", "dir", "state", "step", "max_steps", "loss", "lr_scale", "rollbacks", "attempt", "job", "supervisor"}
-ROW |= {"since", "eta", "reason"}
+ROW |= {"since", "eta", "still_since", "worker_left", "reason"}
 DETAILS = {"checkpoints", "excluded", "budgets", "events"}
 
 
