@@ -6,7 +6,7 @@ history wins, because the worker was there and the supervisor only looked now an
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
@@ -118,17 +118,22 @@ def _survivors(records: Sequence[Record]) -> set[int]:
 
 # -- marks -------------------------------------------------------------------------------------------------------------
 
+_UNSEEN_S: Final = 60.0
+"""A supervisor that lives sees a job's end within this time."""
 _IN_QUEUE: Final = frozenset({JobState.PENDING, JobState.REQUEUED, JobState.HELD})
 
 
 def _journal_marks(events: Sequence[Event], segments: Sequence[Sequence[Record]]) -> Iterator[_Mark]:
     """What the journal says, left out while a segment was making steps."""
     job: JobSeen | None = None
+    known_until = 0.0
     times = [(first_step_began(segment), segment[-1].time) for segment in segments]
     for event in events:
         mark = _mark_of(event, job)
         if isinstance(event, JobSeen):
             job = event
+            mark = mark and replace(mark, time=max(known_until, _since(event)))
+        known_until = mark.time if mark else known_until
         if mark is not None and not any(begin <= mark.time < end for begin, end in times):
             yield mark
 
@@ -151,6 +156,12 @@ def _mark_of(event: Event, job: JobSeen | None) -> _Mark | None:
             return _Mark(event.time, "paused", event.attempt, holds=False)
         case _:
             return None
+
+
+def _since(seen: JobSeen) -> float:
+    """When a job came to be as it was seen: of one that is over its end, long ago where nobody supervised it."""
+    ended = seen.ends_at if JobState(seen.state).is_over and seen.ends_at else seen.time
+    return ended if seen.time - ended > _UNSEEN_S else seen.time
 
 
 def _mark_of_job(seen: JobSeen, before: JobSeen | None) -> _Mark | None:

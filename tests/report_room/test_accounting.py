@@ -115,3 +115,17 @@ def test_clocks_that_disagree_lose_no_second(times: list[float], skew: float) ->
     found = account([*made, end], rows, 0.0, 1)
     assert sum(span.seconds for span in found.spans) == pytest.approx(found.wall_s)
     assert all(span.seconds > 0 for span in found.spans)
+
+
+def test_after_the_end_of_a_job_that_nobody_supervised_time_is_lost_and_holds_no_node(tmp_path: Path) -> None:
+    story = healthy(tmp_path).story
+    end = story.records[-1].time + 3
+    left = [e.model_copy(update={"time": e.time + 84}) for e in story.events if e.time >= end - 3]
+    seen = JobSeen(job_id="1", state="COMPLETED", attempt=1, ends_at=end, time=end + 81)
+    late = [*(e for e in story.events if e.time < end - 3), seen, *left]
+    found = Story(late, story.records).accounting()
+    assert_adds_up(found, Story(late, story.records))
+    lost = [span for span in found.spans if span.kind == "lost" and span.begin >= end]
+    assert sum(span.seconds for span in lost) > 75
+    assert {span.nodes for span in lost} == {0}
+    assert found.spans[-1].kind == "lost"
