@@ -172,9 +172,9 @@ def _other_versions(incident: Incident) -> Says:
 def before_any_update(incident: Incident) -> Says:
     """Not finite, or wildly high, before any update was applied: it is the weights or the input."""
     is_first = incident.resumed_from is None and not any(record.lr for record in incident.before)
-    if not is_first or incident.onset > 2 or not incident.is_nonfinite:
+    if not is_first or incident.failed.step > 2 or not incident.is_nonfinite:
         return ()
-    return (f"step {incident.onset} from scratch: {_named(incident.streak[0])}, and no weight had moved yet",)
+    return (f"step {incident.failed.step} from scratch: {_named(incident.failed)}, and no weight had moved yet",)
 
 
 def within_first_steps(incident: Incident) -> Says:
@@ -183,7 +183,8 @@ def within_first_steps(incident: Incident) -> Says:
         return ()
     if before_any_update(incident):
         return ()
-    return (f"step {incident.onset} from scratch, at rate {_number(incident.lr)}: {_named(incident.streak[0])}",)
+    failed = incident.failed
+    return (f"step {failed.step} from scratch, at rate {_number(failed.lr)}: {_named(failed)}", *_left_before(incident))
 
 
 def after_short_warmup(incident: Incident) -> Says:
@@ -259,7 +260,7 @@ def late_and_growing(incident: Incident) -> Says:
     """Not finite long after the beginning, while loss or gradients were growing, or by the gradient alone."""
     total = incident.evidence.max_steps
     is_late = incident.onset >= _LATE_STEPS or (total is not None and incident.onset >= _LATE_SHARE * total)
-    is_gradient = "loss" not in incident.streak[0].nonfinite
+    is_gradient = "loss" not in incident.failed.nonfinite
     if not incident.is_nonfinite or not is_late or not (_was_creeping(incident) or is_gradient):
         return ()
     last = incident.before[-1:]
@@ -268,7 +269,7 @@ def late_and_growing(incident: Incident) -> Says:
         f"loss {_number(one.loss)}, {_number(incident.usual_loss)} as a rule"
         for one in last
     ]
-    return (f"{_named(incident.streak[0])} at step {incident.onset}", *grown)
+    return (f"{_named(incident.failed)} at step {incident.failed.step}", *_left_before(incident), *grown)
 
 
 def rose(incident: Incident) -> Says:
@@ -293,8 +294,8 @@ def not_finite(incident: Incident) -> Says:
     """Numbers that are not finite, and nothing that says more."""
     if not incident.is_nonfinite:
         return ()
-    first = incident.streak[0]
-    return (f"{_named(first)} at step {first.step}, at rate {_number(first.lr)}",)
+    failed = incident.failed
+    return (f"{_named(failed)} at step {failed.step}, at rate {_number(failed.lr)}", *_left_before(incident))
 
 
 # -- what several of them ask ------------------------------------------------------------------------------------------
@@ -309,6 +310,12 @@ def _was_creeping(incident: Incident) -> bool:
     norms = [r.grad_norm for r in incident.before[-4:] if r.grad_norm is not None]
     grows = len(norms) == 4 and all(later > earlier for earlier, later in pairwise(norms)) and norms[-1] > 2 * norms[0]
     return high or risen or grows
+
+
+def _left_before(incident: Incident) -> Says:
+    """Where the loss left its level before its numbers stopped being finite."""
+    is_earlier = incident.onset < incident.failed.step
+    return (f"the loss left its level before, from step {incident.onset}",) if is_earlier else ()
 
 
 def _named(record: Record) -> str:

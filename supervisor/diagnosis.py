@@ -313,8 +313,12 @@ def _healthy(evidence: Evidence, *, is_alone: bool) -> Diagnosis:
     losses = [record.loss for record in branch if record.loss is not None]
     fell = f", loss {losses[0]:.4g} at first and {losses[-1]:.4g} now" if losses else ""
     sound = "nothing is wrong" if len(branch) >= 100 else "nothing is wrong so far"
+    troubles = evidence.interrupted_by
+    if troubles:
+        sound = "the loss is healthy"
     told = sound if is_alone else "it learns as it should, but for what costs time or only looks bad"
+    others = (f"what interrupted the run was none of the loss: {', '.join(troubles)}",) if troubles else ()
     return Diagnosis(
         symptom="healthy", cause=told, confidence="sure",
-        evidence=(f"{len(branch)} steps without a verdict{fell}",), next="nothing",
+        evidence=(f"{len(branch)} steps without a verdict{fell}", *others), next="nothing",
     )  # fmt: skip

@@ -3,13 +3,14 @@
 Pure.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Final
 
-from supervisor.journal import Continued, Event, Plan, RolledBack, WorkerLeft
+from supervisor.journal import Continued, Event, GaveUp, Plan, RolledBack, WorkerLeft, WouldHaveDone
 from worker.contract.config import Config
 from worker.contract.data_report import DataReport
 from worker.contract.exit_report import Outcome
@@ -17,6 +18,10 @@ from worker.contract.loss_history import ACTED, BatchPosition, Record, surviving
 
 WINDOW: Final = 50
 """Records that say what was usual before an onset."""
+_IN_ORDER: Final = frozenset(
+    {"first", "resumed", "rollback", "stopped", "preempted", "drained", "time_limit", "requeued"}
+)
+"""Why an attempt is begun without that anything went wrong."""
 _SCALER_SAID: Final = "fp16 scaler skipped"
 
 
@@ -49,6 +54,14 @@ class Evidence:
         """Starts that refused a checkpoint because what it holds did not come out again."""
         left = [event for event in self.events if isinstance(event, WorkerLeft)]
         return [one for one in left if one.outcome is Outcome.REFUSED and one.error and one.error.expected is not None]
+
+    @property
+    def interrupted_by(self) -> list[str]:
+        """What went wrong and was answered, each with how often: ``crash 4 times``."""
+        begun = (event for event in self.events if isinstance(event, RolledBack | Continued | WouldHaveDone))
+        causes = Counter(event.cause.replace("_", " ") for event in begun if event.cause not in _IN_ORDER)
+        causes.update("gave up" for event in self.events if isinstance(event, GaveUp))
+        return [cause if number == 1 else f"{cause} {number} times" for cause, number in causes.items()]
 
     @property
     def max_steps(self) -> int | None:
@@ -95,6 +108,11 @@ class Incident:
     def onset(self) -> int:
         """The first step of the streak."""
         return self.streak[0].step
+
+    @property
+    def failed(self) -> Record:
+        """The first record of the streak whose numbers are not finite: the loss may have left its level before."""
+        return next((one for one in self.streak if is_nonfinite(one)), self.streak[0])
 
     @property
     def is_nonfinite(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 from slurm import reasons
 from slurm.job import JobState, JobStatus
 from supervisor.batches import trained_on
+from supervisor.evidence import is_nonfinite
 from supervisor.how_it_left import how_it_left
 from supervisor.journal import (
     DrainSeen,
@@ -153,7 +154,7 @@ def _history_news(run: RunState, seen: Observation) -> Iterator[Event]:
             batches=trained_on(seen.trail, onset, last.step),
             nonfinite_ranks=_nonfinite_ranks(seen.branch, onset),
             observed=last.observed,
-            reason=_describe(last, onset),
+            reason=_describe(last, onset, _first_nonfinite(seen.branch, last, onset)),
         )
 
 
@@ -178,11 +179,18 @@ def _nonfinite_ranks(branch: Sequence[Record], onset: int) -> tuple[int, ...]:
     return tuple(sorted({rank for one in branch if one.step >= onset for rank in one.nonfinite_ranks or ()}))
 
 
-def _describe(record: Record, onset: int) -> str:
+def _first_nonfinite(branch: Sequence[Record], last: Record, onset: int) -> int:
+    """The first step of the streak whose numbers are not finite; in those before it the loss only left its level."""
+    return next((one.step for one in branch if onset <= one.step <= last.step and is_nonfinite(one)), last.step)
+
+
+def _describe(record: Record, onset: int, first_nonfinite: int) -> str:
     """What was seen, for a person."""
     if record.verdict == "nonfinite":
         named = ", ".join(f"{name} {value}" for name, value in record.nonfinite.items()) or "a non-finite gradient"
-        return f"not finite since step {onset}: {named} at step {record.step}"
+        left = f"from step {onset} the loss left its level; " if onset < first_nonfinite else ""
+        since = "at" if first_nonfinite == record.step else f"since step {first_nonfinite}, at"
+        return f"{left}not finite {since} step {record.step}: {named}"
     times = f", {record.loss / record.level:.1f} x the level {record.level:.4g}" if record.loss and record.level else ""
     return f"loss {record.loss:.4g} at step {record.step}{times}, above the band since step {onset}"
 

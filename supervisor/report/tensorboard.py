@@ -157,7 +157,10 @@ def rollback_events(rolled: RolledBack, verdict: VerdictSeen | None) -> list[byt
     """A dot on the loss chart where it was given up, and the words of the log."""
     known = [verdict.loss, verdict.level] if verdict is not None else []
     loss = next((value for value in known if value is not None), 0.0)
-    lines = [f"**{text_of(rolled)}**\n", *(f"- {label}: {text}" for label, text in details_of(rolled))]
+    lines = [
+        f"**{text_of(rolled)}**\n",
+        *(f"- {label}: {text}" if label else f"    {text}" for label, text in details_of(rolled)),
+    ]
     return [
         tfevents.scalars_event(rolled.time, rolled.verdict_step, {"loss": loss}),
         tfevents.text_event(rolled.time, rolled.verdict_step, "rollback", "\n".join(lines)),

@@ -208,7 +208,8 @@ def _seen(event: RolledBack) -> str:
     span = f"from step {event.onset_step} to step {event.verdict_step}"
     where = f"; {batches_text(event.batches)}" if event.batches else ""
     if event.kind == "nonfinite":
-        return f"numbers that are not finite, {span}{where}"
+        streak = f", in a streak from step {event.onset_step}" if event.onset_step < event.verdict_step else ""
+        return f"numbers that are not finite at step {event.verdict_step}{streak}{where}"
     if event.kind in ("spike", "divergence"):
         return f"the loss above its band {span}{where}"
     return f"{event.kind} at step {event.verdict_step}{where}"

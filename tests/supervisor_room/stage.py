@@ -162,12 +162,13 @@ class Stage:
         probe: float = 1.0,
         ranks: tuple[int, ...] = (),
         observed: bool = False,
+        left_level: int | None = None,
         **fields: Any,
     ) -> None:
         """The worker makes steps up to ``until``; ``verdict`` is the last one's, ``loss`` that of all since ``onset``.
 
         ``probe`` is what the probe loss of 1.0 came out as, ``ranks`` are those whose numbers were not finite;
-        ``fields`` are the last record's.
+        ``left_level`` is where the streak began, if ahead of ``onset``; ``fields`` are the last record's.
         """
         directive = self.directive
         gone = set(positions_of(directive.skip_batches))
@@ -193,7 +194,7 @@ class Stage:
                         lr=directive.lr_scale,
                         verdict=verdict if is_last else odd[verdict] if is_odd else "ok",
                         observed=observed and is_last and verdict in odd,
-                        onset_step=onset if is_odd else None,
+                        onset_step=(left_level or onset) if is_odd else None,
                         level=2.0 if is_odd else None,
                         nonfinite_ranks=ranks if is_odd and ranks else None,
                         data=BatchPosition(epoch=0, batch=batches[step - 1]),

@@ -474,3 +474,23 @@ def test_no_history_whatever_makes_it_stumble(records: list[Record], evidence: E
     assert list(diagnosis_lines("r", found, 80))
     for attempt in range(1, 5):
         explain(known, attempt)
+
+
+# -- beside the loss, and before the numbers failed --------------------------------------------------------------------
+
+
+def test_a_healthy_loss_beside_crashes_is_not_called_a_run_without_trouble() -> None:
+    crashes: list[Event] = [Continued(attempt=n, cause="crash", resume_step=100, where="new_job") for n in (2, 3)]
+    hung = Continued(attempt=4, cause="hang", resume_step=100, where="new_job")
+    [said] = diagnose(of(CALM, events=[Continued(attempt=1, cause="first", where="new_job"), *crashes, hung]))
+    assert (said.symptom, said.cause) == ("healthy", "the loss is healthy")
+    assert said.evidence[-1] == "what interrupted the run was none of the loss: crash 2 times, hang"
+
+
+def test_the_steps_at_which_the_loss_only_left_its_level_are_not_called_not_finite() -> None:
+    left = steps(5, 6, loss=400.0, grad_norm=2000.0, lr=5.0, verdict="pending")
+    [said] = diagnose(of(steps(1, 4), left, nonfinite(7, loss=False, onset_step=5, lr=7.5)))
+    assert said.evidence[:2] == (
+        "step 7 from scratch, at rate 7.5: gradient norm nan",
+        "the loss left its level before, from step 5",
+    )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from slurm.job import JobState
-from supervisor.journal import Finished, GaveUp, RolledBack
+from supervisor.journal import Finished, GaveUp, RolledBack, VerdictSeen
 from tests.supervisor_room.stage import CRASHED, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
 
@@ -61,6 +61,18 @@ def test_a_spike_before_any_checkpoint_starts_from_scratch_at_half_the_rate(stag
     stage.leave(Outcome.VERDICT)
     stage.settle()
     assert (stage.directive.resume_from, stage.directive.lr_scale, stage.directive.cause) == (None, 0.5, "nonfinite")
+
+
+def test_a_verdict_names_the_step_at_which_the_numbers_failed_beside_that_of_the_level(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(6)
+    stage.train(7, "suspect", loss=400.0)
+    stage.train(8, "nonfinite", onset=8, left_level=7)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    [verdict] = [event for event in stage.events if isinstance(event, VerdictSeen)]
+    assert verdict.reason.startswith("from step 7 the loss left its level; not finite at step 8: a non-finite gradient")
 
 
 def test_progress_refills_the_budget(stage: Stage) -> None:
