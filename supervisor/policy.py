@@ -13,6 +13,7 @@ from supervisor.journal import AttemptDecided, WorkerLeft
 from supervisor.observation import STOP_FILE, Observation
 from supervisor.observe_policy import hold_back
 from supervisor.person_policy import roll_back_as_asked
+from supervisor.ruined import ruin
 from supervisor.run_state import RunState
 from supervisor.spike_policy import answer_verdict
 from worker.contract.exit_report import PROOF_ERROR, Outcome
@@ -28,7 +29,8 @@ def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     left = run.left
     if left is not None and left.outcome is Outcome.DONE:
         step = left.step if left.step is not None else last_step(seen)
-        return Finish(step, f"all {step} steps are done")
+        but = ruin(seen.branch, seen.manifests, rules.checkpoint.healthy_after)
+        return Finish(step, f"all {step} steps are done{f'; {but}' if but else ''}")
     again = _cancel_again(run, seen)
     if again is not None:
         return again

@@ -106,8 +106,10 @@ def closing_summary(
     """
     if not events:
         return ["nothing has happened yet"]
-    standing = [f"{still[0].upper()}{still[1:]}."] if still else []
-    story = [line for line in _story(events) if not (still and line == _CALM)]
+    ending = ending_of(events)
+    but = ending.reason.partition("; ")[2] if isinstance(ending, Finished) else ""
+    standing = [f"{text[0].upper()}{text[1:]}." for text in (still, but) if text]
+    story = [line for line in _story(events) if not (standing and line == _CALM)]
     lines = [
         _headline(events, accounting, still=bool(still)),
         *standing,
