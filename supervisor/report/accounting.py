@@ -132,7 +132,7 @@ def _journal_marks(events: Sequence[Event], segments: Sequence[Sequence[Record]]
         mark = _mark_of(event, job)
         if isinstance(event, JobSeen):
             job = event
-            mark = mark and replace(mark, time=max(known_until, _since(event)))
+            mark = mark and replace(mark, time=max(known_until, job_since(event)))
         known_until = mark.time if mark else known_until
         if mark is not None and not any(begin <= mark.time < end for begin, end in times):
             yield mark
@@ -158,7 +158,7 @@ def _mark_of(event: Event, job: JobSeen | None) -> _Mark | None:
             return None
 
 
-def _since(seen: JobSeen) -> float:
+def job_since(seen: JobSeen) -> float:
     """When a job came to be as it was seen: of one that is over its end, long ago where nobody supervised it."""
     ended = seen.ends_at if JobState(seen.state).is_over and seen.ends_at else seen.time
     return ended if seen.time - ended > _UNSEEN_S else seen.time

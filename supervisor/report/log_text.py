@@ -20,10 +20,12 @@ from supervisor.journal import (
     RolledBack,
     SegmentStarted,
     Stopped,
+    Submitted,
+    SupervisorStarted,
     VerdictSeen,
     WouldHaveDone,
 )
-from supervisor.report.accounting import Accounting
+from supervisor.report.accounting import Accounting, job_since
 from supervisor.report.diagnosis_text import in_one_line
 from supervisor.report.figures import count, duration, local_clock, local_day, node_hours, printable, share
 from supervisor.report.interruptions import Interruption, put_back
@@ -70,8 +72,22 @@ def log_lines(
             day = local_day(event.time)
             yield day
         yield from entry_lines(event, costs.get(number), width)
+        if isinstance(event, SupervisorStarted) and (since_s := _alone_since(events, number)) is not None:
+            span = f"{local_clock(since_s)} to {local_clock(event.time)}"
+            yield f"{'':24}nobody supervised it from {span}, {duration(event.time - since_s)}: its job had ended"
     yield ""
     yield from closing_summary(events, accounting, findings, still)
+
+
+def _alone_since(events: Sequence[Event], started: int) -> float | None:
+    """When the run's job had ended that the supervisor of that place found over, long before it came; None else."""
+    for event in events[started + 1 :]:
+        if isinstance(event, SupervisorStarted | Submitted):
+            return None
+        if isinstance(event, JobSeen):
+            begun = job_since(event)
+            return begun if begun < events[started].time else None
+    return None
 
 
 def entry_lines(event: Event, cost: Interruption | None = None, width: int = WIDTH) -> list[str]:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from supervisor.journal import JobSeen, SupervisorStarted
 from supervisor.report.frame import frame
-from supervisor.report.log_text import closing_summary
+from supervisor.report.log_text import closing_summary, log_lines
 from supervisor.report.standing_text import detail_lines, list_lines, stands_still
 from supervisor.runs import standing
 from tests.report_room.stories import Slow
@@ -48,3 +49,14 @@ def test_a_death_that_no_supervisor_has_read_is_told_at_once_with_what_to_do(tmp
     summary = closing_summary(stage.events, stage.story.accounting(), still=told)
     assert any("killed by signal 9" in line for line in summary)
     assert "Nothing interrupted it." not in summary
+
+
+def test_the_log_says_for_how_long_nobody_supervised_a_job_that_had_ended(tmp_path: Path) -> None:
+    stage = under_way(tmp_path)
+    end = stage.now + 3
+    begun = SupervisorStarted(host="h", pid=1, attempt=1, time=end + 81)
+    over = JobSeen(job_id="1", state="COMPLETED", attempt=1, ends_at=end, time=end + 82)
+    told = [line for line in log_lines([*stage.events, begun, over], stage.story.accounting()) if "nobody" in line]
+    assert [line.partition(", ")[2] for line in told] == ["1 min 21 s: its job had ended"]
+    seen_at_once = over.model_copy(update={"ends_at": end + 81.5})
+    assert "nobody" not in "".join(log_lines([*stage.events, begun, seen_at_once], stage.story.accounting()))
