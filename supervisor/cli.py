@@ -114,7 +114,7 @@ def _guarded(act: Callable[[], int]) -> int:
         is_name = error.errno in _A_PERSONS_NAME
         if not is_name and error.errno not in _A_PERSONS_DISK:
             raise
-        mend = "make room or use a folder that you may write"
+        mend = "use one that you may read and write, with room on its disk"
         complain(f"{error.filename or 'the disk'}: {error.strerror}" + ("" if is_name else f"; {mend}"))
         return WRONG_INPUT
     except KeyboardInterrupt:

@@ -154,6 +154,8 @@ class Fleet:
         self._others: dict[str, _Other] = {}
         self._aside: dict[str, _Aside] = {}
         self._said: dict[str, str] = {}
+        self._lost: set[str] = set()
+        """Holders that we were: a folder that was away for a while still names one of them when it is back."""
         self._cluster: JobLooks | None = None
         self._beaten_at = time.monotonic()
         self._leaving: list[threading.Thread] = []
@@ -220,7 +222,7 @@ class Fleet:
             return
         config = contract_config.read(run_dir.config)
         looks = self._looks_of(config.cluster.kind, run_dir)
-        lease = take_lease(run_dir, patience_s=0.0)
+        lease = take_lease(run_dir, patience_s=0.0, nobody=self._lost)
         try:
             watched = take_up(run_dir, config, looks.scheduler, lease, Lines(self._out, name))
         except BaseException:
@@ -234,7 +236,7 @@ class Fleet:
     def _is_free(self, name: str, run_dir: RunDir) -> bool:
         """Whether nobody holds it who lives, by the rules of the lease, and without waiting here."""
         holder, now = read_holder(run_dir), time.monotonic()
-        if holder is None or is_gone(holder):
+        if holder is None or is_gone(holder) or holder.holder in self._lost:
             return True
         self._say(name, f"left alone: {describe(holder)}")
         sign, before = (holder.holder, holder.beat), self._others.get(name)
@@ -272,7 +274,8 @@ class Fleet:
         try:
             yield
         except LostError as error:
-            self._hands.pop(name, None)  # what comes now is its new holder's to write
+            if hand := self._hands.pop(name, None):  # what comes now is its new holder's to write
+                self._lost.add(hand.watched.run.lease.file.holder)
             self._say(name, str(error))
         except (HeldError, UnusableFileError, SchedulerError, OSError) as error:
             self._set_aside(name, str(error))

@@ -4,6 +4,7 @@ Every event is a frozen, past-tense value.  An intent is on disk before its effe
 the fold of these lines (``supervisor.fold``), and nothing else is remembered.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from worker.contract.directive import Cause, LearningRateRamp, SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
-from worker.contract.files import Message, UnusableFileError, append_line, encode, read_data
+from worker.contract.files import Message, UnusableFileError, append_line, encode, open_data, read_data
 from worker.contract.loss_history import BatchPosition, Start
 from worker.contract.pulse import Phase
 from worker.contract.rehearsal import Fault
@@ -401,14 +402,25 @@ def _parse(path: Path, number: int, line: bytes) -> Event:
 
 def mend_journal(path: Path) -> None:
     """Cut a torn last line off: a torn intent had no effect yet, a torn outcome is found out again."""
-    try:
-        data = read_data(path)
-    except FileNotFoundError:
+    if not _is_torn(path):
         return
+    data = read_data(path)
     whole = data.rfind(b"\n") + 1
     if whole != len(data):
         with open(path, "r+b") as file:
             file.truncate(whole)
+
+
+def _is_torn(path: Path) -> bool:
+    try:
+        file = open_data(path)
+    except FileNotFoundError:
+        return False
+    with file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class Journal:
@@ -424,6 +436,7 @@ class Journal:
         self._check()
         if not self.path.exists():
             raise UnusableFileError(self.path, "is gone; put it back, nothing is done without it")
+        mend_journal(self.path)  # nobody else writes here; who does so all the same must not spoil what comes
         stamped = event.model_copy(update={"time": self._clock(), "attempt": attempt, "term": term})
         append_line(self.path, _format(stamped))
         return stamped

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -126,6 +126,7 @@ def take_lease(
     sleep: Callable[[float], None] = time.sleep,
     patience_s: float = DEAD_AFTER_S,
     own: OwnJob = NO_JOB,
+    nobody: Container[str] = (),
 ) -> Lease:
     """The run's lease, taken over from a holder that is dead; HeldError where one lives, UnusableFileError where it
     is a folder or a pipe.
@@ -133,17 +134,18 @@ def take_lease(
     A holder on another host is watched for ``patience_s`` before it counts as dead. One that an earlier start of our
     ``own`` job left behind is not waited for: Slurm has given it up, with its node, and its next look makes it leave.
     SupersededError for such an earlier start itself, whoever holds the run.
+    ``nobody``: holders that are no more.
     """
     refuse_what_is_no_file(run_dir.lease)
     known = _read(run_dir)
     if known is not None and known.job_id == own.job_id and known.restart > own.restart:
         raise SupersededError(f"{run_dir.path}: job {own.job_id} was started again, and this start is no more")
-    before = known if known is not None and known.holder else None
+    before = known if known is not None and known.holder and known.holder not in nobody else None
     if before is not None and not _is_superseded(before, own):
         _wait_until_dead(run_dir, before, job_is_over, sleep, patience_s)
     with _orderly(run_dir):
         now = read_holder(run_dir)
-        if now is not None and (before is None or now.holder != before.holder):
+        if now is not None and now.holder not in nobody and (before is None or now.holder != before.holder):
             raise HeldError(f"{run_dir.path}: {describe(now)}")
         last = _read(run_dir)
         return _write(run_dir, (last.term if last else 0) + 1, own)

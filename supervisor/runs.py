@@ -201,7 +201,15 @@ def all_runs(runs: Path) -> list[RunDir]:
     """Every run under a folder, by name."""
     if not runs.is_dir():
         return []
-    return [RunDir(path.resolve()) for path in sorted(runs.iterdir()) if (path / "rollback_log.jsonl").is_file()]
+    return [RunDir(path.resolve()) for path in sorted(runs.iterdir()) if _may_be_run(path)]
+
+
+def _may_be_run(path: Path) -> bool:
+    """Whether it has a journal, or is a folder that nobody lets us look into."""
+    try:
+        return (path / "rollback_log.jsonl").is_file()
+    except PermissionError:
+        return True
 
 
 # -- where a run stands ------------------------------------------------------------------------------------------------

@@ -27,6 +27,10 @@ def local_clock(time: float) -> str:
     return _here(time).strftime("%H:%M:%S")
 
 
+_LAST_DAY: Final = 253_370_000_000.0
+"""In the year 9998, in seconds since 1970."""
+
+
 def local_day(time: float) -> str:
     """``Sun 29 Nov 2026, times in CET (UTC+01:00)`` where the reader is."""
     here = _here(time)
@@ -42,7 +46,8 @@ def local_moment(time: float, now: float) -> str:
 
 
 def _here(time: float) -> datetime:
-    return datetime.fromtimestamp(time).astimezone()
+    """The moment where the reader is; what no calendar has is its first day or its last."""
+    return datetime.fromtimestamp(min(max(time, 0.0), _LAST_DAY)).astimezone()
 
 
 def duration(seconds: float) -> str:

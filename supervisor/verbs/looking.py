@@ -48,6 +48,10 @@ def _row(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
         if in_detail:
             raise
         return unreadable(run_dir, str(error))
+    except OSError as error:
+        if in_detail:
+            raise
+        return unreadable(run_dir, f"{error.filename or run_dir.path}: {error.strerror}")
 
 
 def who_comes(run_dir: RunDir, holder: dict[str, Any] | None) -> dict[str, Any]:

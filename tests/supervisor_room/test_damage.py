@@ -36,6 +36,14 @@ def test_a_journal_without_its_beginning_is_refused_and_nothing_is_touched(stage
     assert stage.directive.stop is None
 
 
+def test_half_a_line_of_somebody_else_does_not_spoil_the_journal_for_what_comes(stage: Stage) -> None:
+    with stage.run_dir.journal.open("a") as file:
+        file.write('{"event": "Foo')
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.settle()
+    assert "RolledBack" in [event.event for event in read_journal(stage.run_dir.journal)]
+
+
 def test_a_journal_that_is_gone_under_a_supervisor_is_waited_for(stage: Stage) -> None:
     away = stage.run_dir.path / "away"
     stage.run_dir.journal.rename(away)

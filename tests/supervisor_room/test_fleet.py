@@ -245,6 +245,21 @@ def test_a_run_that_is_taken_away_is_not_written_any_more(stage: Stage) -> None:
     assert not is_free(other)
 
 
+def test_a_run_whose_folder_was_away_is_taken_up_again(stage: Stage) -> None:
+    run = stage.add("a")
+    stage.passes()
+    away = run.path.with_name(".away")
+    run.path.rename(away)
+    stage.passes(8)
+    away.rename(run.path)
+    stage.passes(8)
+    assert stage.out.getvalue().count("a  taken up") == 2
+    assert stage.names(run).count("Submitted") == 1
+    run.path.rename(run.path.with_name("b"))
+    stage.passes(16)
+    assert stage.out.getvalue().count("b  taken up") == 1
+
+
 def test_it_leaves_every_lease_free(stage: Stage) -> None:
     runs = [stage.add(name) for name in ("a", "b")]
     stage.passes()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -76,6 +78,24 @@ def huge(path: Path) -> None:
     with open(path, "wb") as file:
         file.write(b"[\n")
         file.truncate(1 << 40)  # a hole: it takes no room on the disk
+
+
+@pytest.mark.parametrize("moment", ["1e300", "-1e15"])
+def test_times_that_no_calendar_has_are_told_all_the_same(run: RunDir, moment: str) -> None:
+    run.journal.write_text(re.sub(r'"time":[^,]*', f'"time":{moment}', run.journal.read_text()))
+    for verb in (["status", str(run.path)], ["log", str(run.path)], ["report", str(run.path)]):
+        assert main(verb) == 0
+
+
+def test_a_run_that_may_not_be_read_does_not_hide_the_others(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    other = run.path.with_name("loop")
+    shutil.copytree(run.path, other)
+    RunDir(other).history.unlink(missing_ok=True)
+    RunDir(other).history.symlink_to(RunDir(other).history)
+    assert main(["status", "--dir", str(run.path.parent)]) == 0
+    said = capsys.readouterr().out
+    assert "unreadable" in said
+    assert run.path.name in said
 
 
 @pytest.mark.usefixtures("_ends")

@@ -130,7 +130,7 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """How it is trained."""
 
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Passes over the data, frozen to steps at the first start; or give ``max_steps``."""
     max_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """Optimizer steps."""
