@@ -48,7 +48,7 @@ LINES = [
     ),
     (
         "training.batch_size=100000000000000000000000",
-        "training.batch_size: 100000000000000000000000 is out of range; write a number of at most 1000000000000",
+        "training.batch_size: 100000000000000000000000 is out of range; write a number of at most 1000000000",
     ),
     ("training.max_steps=0", "training.max_steps: 0 is out of range; write a number of at least 1"),
     ("run.seed=4294967296", "run.seed: 4294967296 is out of range; write a number of at most 4294967295"),

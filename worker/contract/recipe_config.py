@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from worker.contract.section import Beta, NotNegative, Positive, Section, Share
+from worker.contract.section import Beta, NotNegative, Positive, Section, Share, Size
 
 
 class LoraConfig(Section):
@@ -62,7 +62,7 @@ class DataConfig(Section):
     """Rows that cannot be used (broken JSON, a missing column, ...) before the run is refused; they are named."""
     tokenizer: str | None = None
     """``bytes`` for the 256 byte values, a folder or hub name; null = the model's own."""
-    max_tokens: Positive = 2048
+    max_tokens: Size = 2048
     """Longest sequence, in tokens."""
     pack: bool = True
     """Fill sequences with several documents, each seeing only itself; false = one document a sequence."""
@@ -134,9 +134,9 @@ class TrainingConfig(Section):
     """Passes over the data, frozen to steps at the first start; or give ``max_steps``."""
     max_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """Optimizer steps."""
-    batch_size: Positive = 1
+    batch_size: Size = 1
     """Sequences a device and micro-step."""
-    gradient_accumulation: Positive = 1
+    gradient_accumulation: Size = 1
     """Micro-steps an optimizer step."""
     entrypoint: str | None = None
     """A training script of your own: ``package.module:function``, with its folder before it (``scripts/sft:main``)
