@@ -279,7 +279,7 @@ def rose(incident: Incident) -> Says:
     top = max((r.loss for r in incident.streak if r.loss is not None), default=None)
     level = incident.verdict.level if incident.verdict.level is not None else incident.usual_loss
     times = f", {top / level:.3g} x the level {_number(level)}" if top is not None and level else ""
-    peak = incident.evidence.config.training.optimizer.learning_rate
+    peak = incident.configured_rate
     share = f" ({incident.lr / peak:.0%} of the configured peak)" if incident.lr is not None and peak else ""
     crept = ("gradient norm or loss were growing before",) if _was_creeping(incident) else ()
     return (

@@ -10,6 +10,7 @@ from functools import cached_property
 from statistics import median
 from typing import Final
 
+from supervisor.config_history import rate_of_attempt
 from supervisor.journal import Continued, Event, GaveUp, Plan, RolledBack, WorkerLeft, WouldHaveDone
 from worker.contract.config import Config
 from worker.contract.data_report import DataReport
@@ -145,12 +146,14 @@ class Incident:
         return self.streak[0].lr
 
     @property
+    def configured_rate(self) -> float | None:
+        """The peak that the verdict's attempt was configured with; None where it had none, or it is not known."""
+        return rate_of_attempt(self.evidence.events, self.evidence.config, self.verdict.attempt)
+
+    @property
     def peak(self) -> float | None:
         """The peak of the rate in the verdict's attempt: as configured, times the scale; None where none is given."""
-        rate, plan = (
-            self.evidence.config.training.optimizer.learning_rate,
-            self.evidence.plans.get(self.verdict.attempt),
-        )
+        rate, plan = self.configured_rate, self.evidence.plans.get(self.verdict.attempt)
         return rate if rate is None or plan is None else rate * plan.lr_scale
 
     @property

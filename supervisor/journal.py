@@ -7,7 +7,7 @@ the fold of these lines (``supervisor.fold``), and nothing else is remembered.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -37,6 +37,8 @@ class RunCreated(EventBase):
     event: Literal["RunCreated"] = "RunCreated"
     run_id: str
     config_digest: str
+    config: dict[str, Any] | None = None
+    """What it was made with, by dotted key and without secrets; None = not written down then."""
     versions: dict[str, str]
     rehearse: tuple[Fault, ...] | None = None
     """The faults of a rehearsal; None = the run is none."""
@@ -309,6 +311,8 @@ class Pinned(EventBase):
 class ResumeRequested(EventBase):
     event: Literal["ResumeRequested"] = "ResumeRequested"
     by: str
+    changed: dict[str, tuple[Any, Any]] | None = None
+    """The keys of config.yaml that changed since the run was made or last resumed, old and new; None = not known."""
 
 
 class Finished(EventBase):

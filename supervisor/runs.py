@@ -14,6 +14,7 @@ from typing import Any
 
 from slurm.job import JobState
 from supervisor.budget import gpu_hours
+from supervisor.config_history import by_key
 from supervisor.fold import replay
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, RunCreated, SegmentStarted, read_journal
@@ -149,6 +150,7 @@ def create(
             reason=reason or f"run {config.run.name}{_rehearsed(rehearse)}",
             run_id=secrets.token_hex(8),
             config_digest=config_digest(config),
+            config=by_key(config),
             versions=_versions(),
             rehearse=rehearse,
         )

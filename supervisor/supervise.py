@@ -4,12 +4,13 @@ import contextlib
 import getpass
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from slurm.job import JobStatus
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
 from supervisor.audience import Audience
+from supervisor.config_history import changes, told, told_of_scale
 from supervisor.decision import Decision, Wait
 from supervisor.disk import seconds_between_passes
 from supervisor.fold import replay
@@ -68,7 +69,7 @@ def supervise(
             watch([watched], rest, looks, pass_s)  # it may be half obeyed by now
         if is_asked and run.state.is_over and run.state.state != "finished":
             remove_left(run_dir.stop_file)
-            run.record(_asked())
+            run.record(_asked(run_dir, run.config, run.state))
         watch([watched], rest, looks, pass_s)
         return run.state
 
@@ -127,11 +128,12 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
         mend_journal(run_dir.journal)
         state = read_state(run_dir)
         if state.is_over:
-            changed = changed_keys(contract_config.read(run_dir.config), config)
-            if changed:
+            if changed_keys(contract_config.read(run_dir.config), config):
                 contract_config.write(run_dir.config, config)
             remove_left(run_dir.stop_file)
-            Journal(run_dir.journal, time.time, lease.check).record(_asked(changed), state.attempt, lease.term)
+            Journal(run_dir.journal, time.time, lease.check).record(
+                _asked(run_dir, config, state), state.attempt, lease.term
+            )
         return state
     finally:
         lease.give_up()
@@ -195,6 +197,8 @@ def own_job_name(run: RunState) -> str:
     return f"hs-{run.run_id[:8]}"
 
 
-def _asked(changed: Sequence[str] = ()) -> ResumeRequested:
-    user, told = getpass.getuser(), f", with another {', '.join(changed)}" if changed else ""
-    return ResumeRequested(by=user, reason=f"{user} asked for the run to go on{told}")
+def _asked(run_dir: RunDir, config: Config, state: RunState) -> ResumeRequested:
+    user, events = getpass.getuser(), read_journal(run_dir.journal)
+    changed = changes(events, config)
+    reason = f"{user} asked for the run to go on{told(changed or {})}{told_of_scale(state, events, config)}"
+    return ResumeRequested(by=user, changed=changed, reason=reason)

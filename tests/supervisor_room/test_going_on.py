@@ -11,15 +11,26 @@ import pytest
 
 from slurm.job import JobState
 from supervisor import cli, supervise
+from supervisor.config_history import by_key, changes, rate_of_attempt, told_of_scale
+from supervisor.config_history import told as told_of_changes
 from supervisor.fold import replay
 from supervisor.job_request import supervisor_request
-from supervisor.journal import GaveUp, Journal, ResumeRequested, SupervisorStarted
+from supervisor.journal import (
+    Continued,
+    Event,
+    GaveUp,
+    Journal,
+    ResumeRequested,
+    RolledBack,
+    RunCreated,
+    SupervisorStarted,
+)
 from supervisor.runs import open_or_create, standing
 from supervisor.verbs import going
 from tests.fakes import FakeScheduler
 from tests.supervisor_room.stage import Stage
 from tests.supervisor_room.stage import config as stage_config
-from worker.contract.config import format_config, read
+from worker.contract.config import Config, format_config, read
 from worker.contract.exit_report import ErrorDetail, Outcome
 
 
@@ -194,7 +205,38 @@ def test_a_stopped_run_goes_on_with_another_time_limit_and_mode(
     assert (config.cluster.time_limit, config.cluster.partition) == ("02:00:00", "long")
     assert config.recovery.mode == "observe"
     [resumed] = [event for event in stage.events if isinstance(event, ResumeRequested)]
-    assert resumed.reason.endswith("with another recovery.mode, cluster.partition, cluster.time_limit")
+    assert resumed.changed is not None
+    assert resumed.changed["recovery.mode"] == ("act", "observe")
+    assert "; cluster.partition: unset -> long; cluster.time_limit: " in resumed.reason
+    assert "-> 02:00:00" in resumed.reason
+
+
+def test_a_resume_tells_what_a_person_changed_in_the_file_and_the_scale_that_stays(stage: Stage) -> None:
+    first = changed_rate(stage.config, 300.0)
+    made = RunCreated(run_id="r", config_digest="d", config=by_key(first), versions={})
+    rolled = RolledBack(
+        attempt=2, cause="spike", where="new_job", lr_scale=0.125, kind="spike", verdict_step=8, onset_step=6,
+        from_step=8, to_step=0,
+    )  # fmt: skip
+    events: list[Event] = [made, Continued(attempt=1, cause="first", where="new_job"), rolled]
+    now = changed_rate(stage.config, 0.5)
+    found = changes(events, now)
+    assert found == {"training.optimizer.learning_rate": (300.0, 0.5)}
+    assert told_of_changes(found) == ", with training.optimizer.learning_rate: 300 -> 0.5"
+    assert told_of_scale(replay(events), events, now) == (
+        "; the rate stays at 0.125 of the configured one since the rollback at step 8: a peak of 0.0625; "
+        "`higgsfield rollback r --to STEP --lr-scale 1` takes the whole"
+    )
+    events = [*events, ResumeRequested(by="ada", changed=found), Continued(attempt=3, cause="resumed", where="new_job")]
+    assert changes(events, now) == {}
+    assert [rate_of_attempt(events, now, attempt) for attempt in (1, 2, 3)] == [300.0, 300.0, 0.5]
+    old = [*events[:3], ResumeRequested(by="ada"), events[-1]]
+    assert [rate_of_attempt(old, now, attempt) for attempt in (2, 3)] == [None, 0.5]
+
+
+def changed_rate(config: Config, rate: float) -> Config:
+    optimizer = config.training.optimizer.model_copy(update={"learning_rate": rate})
+    return config.model_copy(update={"training": config.training.model_copy(update={"optimizer": optimizer})})
 
 
 @pytest.mark.parametrize(
