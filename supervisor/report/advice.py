@@ -15,12 +15,13 @@ _ADVICE: Final = {
     "refused": "look at the disk that holds the checkpoints; higgsfield doctor checks it",
     "hang": "look at the stacks in the attempt's folder: they say where each rank stood",
     "out_of_memory": "a smaller training.batch_size with more gradient_accumulation, or activation_checkpointing",
-    "vanished": "the job left no word: jobs/ has its stderr (ID_0_log.err); `sacct -j ID` may say why",
+    "vanished": "the job left no word: jobs/ has its stderr (ID_0_log.err); with Slurm `sacct -j ID` may say why",
     "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
 }
 _AFTER_A_KILL: Final = (
     "signal 9 leaves no traceback: most often memory ran out, or a person sent it; the node's dmesg names what was "
-    "killed for memory, `sacct -j JOB -o State,MaxRSS,ReqMem` what the job used; logs/train.log has its last words"
+    "killed for memory, with Slurm `sacct -j JOB -o State,MaxRSS,ReqMem` what the job used; logs/train.log has its "
+    "last words"
 )
 _AFTER_A_FAULT: Final = (
     "a fault in native code (a driver, a library) or bad memory, and no error of Python: logs/train.log has its last "
@@ -56,7 +57,10 @@ def advice(event: Event) -> Iterator[tuple[str, str]]:
             yield "try", _NOTHING_TO_LOSE
         case GaveUp():
             yield from _of_last_crash(event)
-            yield "try", "higgsfield resume goes on with fresh budgets; another rate or other data are another run.name"
+            yield (
+                "try",
+                "change what the diagnosis names in the run's config.yaml, then higgsfield resume: budgets begin anew",
+            )
         case _:
             return
 

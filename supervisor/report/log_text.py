@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final
 
 from supervisor.fold import ending_of
@@ -40,7 +40,10 @@ class SinceError(ValueError):
 
 
 def since_time(text: str, now: float | None = None) -> float:
-    """UTC seconds of ``2h``, ``30min``, ``1d``, ``17:40``, ``2026-11-29`` or ``2026-11-29 17:40``, local time."""
+    """UTC seconds of ``2h``, ``30min``, ``1d``, ``17:40``, ``2026-11-29`` or ``2026-11-29 17:40``, local time.
+
+    A time of day is the last one that there was: in the night, ``17:40`` is yesterday's.
+    """
     now = time.time() if now is None else now
     moment = text.strip()
     ago = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", moment)
@@ -48,7 +51,9 @@ def since_time(text: str, now: float | None = None) -> float:
         return now - float(ago[1]) * _UNITS_S[ago[2]]
     try:
         if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", moment):
-            moment = f"{datetime.fromtimestamp(now):%Y-%m-%d} {moment:0>5}"
+            today = datetime.fromisoformat(f"{datetime.fromtimestamp(now):%Y-%m-%d} {moment:0>5}")
+            has_been = today.astimezone().timestamp() <= now
+            return (today if has_been else today - timedelta(days=1)).astimezone().timestamp()
         return datetime.fromisoformat(moment).astimezone().timestamp()
     except (ValueError, OverflowError):
         raise SinceError(f"--since {text!r}: give 2h, 30min, 1d, 17:40 or 2026-11-29 17:40") from None

@@ -179,7 +179,12 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
         yield "waits", because
     if row["reason"]:
         yield "last", row["reason"]
-    if row["state"] in ("stopped", "gave_up"):
+    if row["state"] == "gave_up":
+        yield "go on", f"as it is it may give up again: change its config.yaml, then higgsfield resume {row['dir']}"
+    if row["state"] == "finished":
+        yield "model", f"{row['dir']}/final"
+        yield "report", f"{row['dir']}/report.html"
+    if row["state"] == "stopped":
         yield "go on", f"higgsfield resume {row['dir']} (here), or submit its file again (a job)"
     checkpoints = row.get("checkpoints", [])
     for number, each in enumerate(reversed(checkpoints)):
@@ -189,7 +194,7 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
         yield "checkpoints", "none"
     for number, node in enumerate(row.get("excluded", [])):
         yield "" if number else "excluded", _excluded(node, now)
-    if "budgets" in row:
+    if "budgets" in row and row["state"] != "finished":
         known = ((name, value) for name, value in row["budgets"].items() if value is not None)
         yield "budgets", ", ".join(f"{value:,} {_BUDGETS.get(name, name.replace('_', ' '))}" for name, value in known)
 

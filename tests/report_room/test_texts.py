@@ -130,6 +130,7 @@ def test_since_is_a_time_ago_or_a_moment_here() -> None:
     now = 1_700_000_000.0  # 14 November 2023, 23:13:20 in Berlin
     assert since_time("2h", now) == now - 7200
     assert since_time("1.5d", now) == now - 1.5 * 86400
+    assert since_time("23:59", now) == since_time("2023-11-13 23:59", now)  # of the day before: it is not so late yet
     assert since_time("22:13:20", now) == since_time("2023-11-14 22:13:20", now) == now - 3600
     assert since_time("9:00", now) == since_time("2023-11-14 09:00", now)
     for nonsense in ("yesterday", "2x", "", "25:61", "0001-01-01"):
