@@ -54,9 +54,8 @@ def test_check_is_strict_with_them_and_finds_nothing(
     model = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "max_position_embeddings": 4096}
     chat_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
-    rows = (
-        {"text": f"{number} and then some more of what a model may learn from, one row a line"} for number in range(900)
-    )
+    text = "and then some more of what a model may learn from, one row a line"
+    rows = ({"text": f"{number} {text}"} for number in range(9_000 if name in SIZES else 900))  # more than a step takes
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [f"run.dir={tmp_path}", f"data.train={tmp_path}/rows.jsonl", f"model.path={tmp_path}/model"]
     more = {"base": ["run.name=b", "training.max_steps=5000"], "demo": ["run.name=d"]}.get(name, [])

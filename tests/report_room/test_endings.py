@@ -92,7 +92,7 @@ def test_nobody_is_sent_to_a_traceback_that_a_kill_cannot_leave(tmp_path: Path) 
     assert "another rank ended first" in tried("the worker was ended by its agent: rank 1 on n1: the trainers of [0]")
     assert tried("the worker crashed: rank 0 on n1: KeyError: 'x'").startswith("the traceback is in")
     given_up = GaveUp(reason=f"10 attempts without a new healthy checkpoint; the last: {again.reason}", saved_step=30)
-    assert [text[:8] for label, text in details_of(given_up) if label == "try"] == ["signal 9", "higgsfie"]
+    assert [text[:8] for label, text in details_of(given_up) if label == "try"] == ["signal 9", "change w"]
 
 
 def test_a_run_that_was_only_watched_says_what_would_have_been_made(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_where_no_checkpoint_would_be_lost_the_advice_is_to_mend_or_to_begin_ane
     last = stage.events[-1]
     assert isinstance(last, GaveUp)
     assert last.saved_step == 30
-    assert "another run.name" in dict(details_of(last))["try"]
+    assert "config.yaml, then higgsfield resume" in dict(details_of(last))["try"]
 
 
 def test_a_long_reason_is_cut_at_the_terminals_width(tmp_path: Path) -> None:

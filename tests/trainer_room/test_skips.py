@@ -114,7 +114,7 @@ def test_an_epochs_tail_is_filled_from_its_head_and_an_interruption_changes_noth
     second = [(1, batch) for batch in (0, 1, 2, 0, 1)]
     assert positions(undisturbed) == [(0, batch) for batch in range(5)] + second + [(2, 0), (2, 1)]
     told = details_of(SegmentStarted(segment=1, restart=0, step=1, start=undisturbed.history()[0].start))
-    assert told == [
+    assert [each for each in told if each[0] != "start took"] == [
         ("left out", f"batch {batch} of epoch 1: line {lines} of {undisturbed.config.data.train}")
         for batch, lines in left_out_lines(undisturbed).items()
     ]
