@@ -184,7 +184,28 @@ def median_of(numbers: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
+def onset_of(record: Record) -> int:
+    """The first step of the streak that led to a verdict."""
+    return record.onset_step if record.onset_step is not None else record.step
+
+
+def first_verdicts(records: Iterable[Record]) -> Iterator[Record]:
+    """Every verdict, of those that are only observed the first of each streak.
+
+    Training goes on past those, and several rules speak of one rise in turn, each with an onset of its own: streaks
+    that overlap are one.
+    """
+    attempt, reached = 0, 0
+    for record in records:
+        if record.verdict in ACTED:
+            goes_on = record.observed and record.attempt == attempt and onset_of(record) <= reached
+            attempt, reached = record.attempt, record.step
+            if not goes_on:
+                yield record
+
+
 def _incidents(evidence: Evidence) -> Iterator[Incident]:
+    verdicts = {id(record) for record in first_verdicts(evidence.records)}
     branch: list[Record] = []
     begun: Record | None = None
     found: list[Incident] = []
@@ -193,10 +214,9 @@ def _incidents(evidence: Evidence) -> Iterator[Incident]:
             branch.pop()
         branch.append(record)
         begun = record if record.start is not None else begun
-        is_told = bool(found) and record.observed and found[-1].onset == record.onset_step
-        if record.verdict not in ACTED or is_told:
+        if id(record) not in verdicts:
             continue
-        onset = record.onset_step if record.onset_step is not None else record.step
+        onset = onset_of(record)
         streak = [one for one in branch[-max(1, record.step - onset + 1) :] if one.step >= onset] or [record]
         found.append(Incident(evidence, streak, branch[: -len(streak)], begun, tuple(found)))
         yield found[-1]

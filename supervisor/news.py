@@ -8,7 +8,7 @@ from typing import Final
 from slurm import reasons
 from slurm.job import JobState, JobStatus
 from supervisor.batches import trained_on
-from supervisor.evidence import is_nonfinite
+from supervisor.evidence import first_verdicts, is_nonfinite, onset_of
 from supervisor.how_it_left import how_it_left
 from supervisor.journal import (
     DrainSeen,
@@ -25,7 +25,7 @@ from supervisor.observation import STOP_FILE, Observation
 from supervisor.requests import request_news
 from supervisor.run_state import RunState
 from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ExitReport, Outcome
-from worker.contract.loss_history import ACTED, Record
+from worker.contract.loss_history import Record
 from worker.contract.manifest import Health, health
 
 ABSENT: Final = "the scheduler does not know it"
@@ -158,20 +158,15 @@ def _history_news(run: RunState, seen: Observation) -> Iterator[Event]:
         )
 
 
-def onset_of(record: Record) -> int:
-    """The first step of the streak that led to a verdict."""
-    return record.onset_step if record.onset_step is not None else record.step
-
-
 def _unseen_verdict(run: RunState, seen: Observation) -> Record | None:
     """The record with a verdict that is not yet in the journal; of those that end nothing, one a streak."""
     if run.verdict is not None or seen.last is None:
         return None
     if seen.last.is_acted:
         return seen.last if seen.last.attempt == run.attempt else None
-    told = run.observed.onset_step if run.observed is not None else 0
+    told = run.observed.step if run.observed is not None else 0
     fresh = (each for each in seen.branch if each.observed and each.attempt == run.attempt and not each.adopted)
-    return next((each for each in fresh if each.verdict in ACTED and onset_of(each) > told), None)
+    return next((each for each in first_verdicts(fresh) if each.step > told), None)
 
 
 def _nonfinite_ranks(branch: Sequence[Record], onset: int) -> tuple[int, ...]:

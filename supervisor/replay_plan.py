@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from supervisor.batches import as_skips, positions_of
+from supervisor.evidence import first_verdicts
 from supervisor.journal import Continued, Event, Plan, RolledBack
 from supervisor.runs import RunError
 from worker.contract.config import Config
 from worker.contract.directive import Directive
-from worker.contract.loss_history import ACTED, Record, surviving
+from worker.contract.loss_history import Record, surviving
 from worker.contract.manifest import Health, Manifest, UnusableCheckpointError, complete_manifest, health
 from worker.contract.recipe_config import STARTING_RATES
 from worker.contract.replay import BadSteps, Change, Replay, Trial
@@ -77,7 +78,8 @@ def plan_replay(
 
 def _bad_steps(records: Sequence[Record]) -> list[BadSteps]:
     """The newest first."""
-    acted = [index for index, one in enumerate(records) if one.verdict in ACTED]
+    verdicts = {id(one) for one in first_verdicts(records)}
+    acted = [index for index, one in enumerate(records) if id(one) in verdicts]
     skipped = [index for index, one in enumerate(records) if one.verdict == "skipped"]
     return [_bad(records, index) for index in reversed(acted or skipped)]
 

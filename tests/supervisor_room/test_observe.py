@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from slurm.job import JobState
+from supervisor.believed import read_evidence
 from supervisor.decision import Wait
+from supervisor.diagnosis import diagnose
 from supervisor.journal import GaveUp, VerdictSeen, WouldHaveDone
 from supervisor.requests import Request
 from tests.supervisor_room.stage import CRASHED, PREEMPTED, Stage
@@ -77,6 +79,17 @@ def test_one_streak_is_told_once_and_the_next_one_again(tmp_path: Path) -> None:
     assert [event.onset_step for event in stage.events if isinstance(event, VerdictSeen)] == [36, 74]
     assert [event.cause for event in notes(stage)] == ["spike", "nonfinite"]
     assert_untouched(stage)
+
+
+def test_rules_that_speak_of_one_rise_in_turn_tell_it_once(tmp_path: Path) -> None:
+    stage = observed(tmp_path)
+    for until, kind, onset in ((38, "divergence", 32), (41, "spike", 36), (44, "divergence", 32), (47, "spike", 36)):
+        stage.train(until, kind, onset=onset, loss=9.0, observed=True)
+        stage.settle()
+    assert [event.onset_step for event in stage.events if isinstance(event, VerdictSeen)] == [32]
+    [noted] = notes(stage)
+    assert noted.diagnosis is not None
+    assert [noted.diagnosis] == diagnose(read_evidence(stage.run_dir))
 
 
 def test_two_streaks_between_two_looks_are_both_told(tmp_path: Path) -> None:
