@@ -87,7 +87,8 @@ def _part_from_job(run: RunState, seen: Observation, reason: str) -> Decision:
         return Wait("the cancelled job is about to end")
     if seen.job is not None and seen.job.state is JobState.COMPLETING:
         return Wait("the job is about to end")
-    return Cancel(run.job_id, f"a fresh job is needed: {reason}")
+    is_told = run.verdict is not None or run.hang is not None or run.left is not None
+    return Cancel(run.job_id, f"a fresh job is needed{'' if is_told else f': {reason}'}")
 
 
 def job_is_over(run: RunState, seen: Observation, rules: Rules) -> bool:

@@ -31,7 +31,14 @@ def strikes(run: RunState, seen: Observation) -> Iterator[NodeStruck]:
     for node, evidence in _evidence(run, seen):
         if node not in told:
             told.add(node)
-            yield NodeStruck(node=node, evidence=evidence, reason=f"{node}: {evidence}")
+            yield NodeStruck(node=node, evidence=evidence, reason=_struck(run, node, evidence))
+
+
+def _struck(run: RunState, node: str, evidence: str) -> str:
+    """That a strike counts against a node, and why, unless it is what was just told of the worker or its hang."""
+    just_told = [each.reason for each in (run.left, run.hang) if each is not None]
+    is_told = any(f" on {node} " in reason or f" on {node}: " in reason for reason in just_told)
+    return f"a strike against {node}{'' if is_told else f': {evidence}'}"
 
 
 def _evidence(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:

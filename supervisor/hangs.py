@@ -48,7 +48,8 @@ def hang_news(run: RunState, seen: Observation, timeout_s: float) -> Iterator[Ha
     limit_s = pulse.limit_s if pulse is not None else hang_limit_s("starting", timeout_s)
     if seen.quiet_s > limit_s + AGENTS_TURN_S and run.left is None:
         phase = pulse.phase if pulse is not None else "starting"
-        reason = f"no sign of life for {seen.quiet_s:.0f} s while {phase}, and none of the agents either"
+        silent = f"no sign of life for {seen.quiet_s:.0f} s while {phase} ({limit_s:.0f} s are allowed)"
+        reason = f"{silent}, and none of the agents either; look at: {stacks}"
         yield HangSeen(phase=phase, quiet_s=round(seen.quiet_s, 1), limit_s=limit_s, stacks=stacks, reason=reason)
 
 

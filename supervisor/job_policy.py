@@ -121,7 +121,7 @@ def after_out_of_memory(run: RunState, seen: Observation, rules: Rules, reason: 
     """Once more; a second time without a new healthy checkpoint, it needs less memory or more devices."""
     if run.out_of_memory_since_progress:
         return GiveUp(f"out of memory again, without a new healthy checkpoint: {reason}", (rules.memory,), reason)
-    return continue_run(run, seen, rules, "out_of_memory", f"out of memory: {reason}")
+    return continue_run(run, seen, rules, "out_of_memory", reason)
 
 
 _CAUSE_OF_STATE: Final[dict[JobState, Cause]] = {

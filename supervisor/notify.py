@@ -68,9 +68,9 @@ def is_worth_a_word(event: Event) -> bool:
     return event.event in _WORTH
 
 
-def note_of(event: Event) -> Note:
-    """An event as a message."""
-    details = [f"{label}: {text}" if label else text for label, text in details_of(event)]
+def note_of(event: Event, folder: str) -> Note:
+    """An event of the run in ``folder`` as a message."""
+    details = [f"{label}: {text}" if label else text for label, text in details_of(event, None, folder)]
     text = "\n".join(printable(line) for line in [text_of(event), *details])
     return Note(printable(word_of(event).lower()), text, event.model_dump(mode="json"), event.time)
 
@@ -107,7 +107,7 @@ class Notifier:
     def event(self, event: Event) -> None:
         """Keep what is worth a word."""
         if self._targets and is_worth_a_word(event):
-            self._pending.append(note_of(event))
+            self._pending.append(note_of(event, str(self._run_dir.path)))
 
     def progress(self, run: RunState, seen: Observation) -> None:
         """Send what there is, unless something was sent a moment ago; NotSentError where a target failed before."""

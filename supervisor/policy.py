@@ -111,7 +111,7 @@ def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: Worker
 def _answer_crash(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:
     by_slurm = seen.job is not None and seen.job.state is JobState.OUT_OF_MEMORY
     if by_slurm and left.error is not None and left.error.type == "Signal":
-        return after_out_of_memory(run, seen, rules, f"Slurm says so, and {left.error.message}")
+        return after_out_of_memory(run, seen, rules, f"Slurm says OUT_OF_MEMORY, and {left.error.message}")
     same_twice = run.crash_signature is not None and run.crash_signature == run.previous_crash_signature
     if same_twice and left.error is not None:
         reason = f"the same crash twice before any step: {left.error.type}: {left.error.message}"
@@ -120,7 +120,7 @@ def _answer_crash(run: RunState, seen: Observation, rules: Rules, left: WorkerLe
 
 
 def _answer_out_of_memory(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:
-    return after_out_of_memory(run, seen, rules, left.error.message if left.error else left.reason)
+    return after_out_of_memory(run, seen, rules, left.reason)
 
 
 def _answer_ended(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:

@@ -20,7 +20,7 @@ from supervisor.report.figures import printable
 from supervisor.report.log_text import closing_summary, costs_of, entry_lines, log_lines, milestones
 from supervisor.report.page import Facts, render
 from supervisor.report.standing_text import detail_lines, list_lines, stands_still
-from supervisor.report.texts import WIDTH, is_told
+from supervisor.report.texts import WIDTH, Listing, is_told
 from supervisor.run_state import RunState
 from supervisor.runs import standing
 from worker.contract import config as contract_config
@@ -100,9 +100,10 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
         width = shutil.get_terminal_size().columns if out.isatty() else None
         print("\n".join(list_lines(rows, now, width)), file=out)
     for row in rows if in_detail else []:
+        listing = Listing()
         print("\n".join(detail_lines(row, now, columns(out))), file=out)
         for event in filter(is_told, map(parse_event, row.get("events", []))):
-            print("\n".join(f"  {line}" for line in entry_lines(event, None, columns(out))), file=out)
+            print("\n".join(f"  {line}" for line in entry_lines(event, None, columns(out), listing)), file=out)
 
 
 # -- log ---------------------------------------------------------------------------------------------------------------
@@ -111,29 +112,31 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
 def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
     """Print the whole log from ``since`` on, UTC seconds."""
     known = read_evidence(run_dir)
-    for line in log_lines(known.events, _accounting(known), since, columns(out), diagnose(known), still(run_dir)):
+    told = diagnose(known), still(run_dir), str(run_dir.path)
+    for line in log_lines(known.events, _accounting(known), since, columns(out), *told):
         print(line, file=out)
 
 
 def show_milestones(run_dir: RunDir, out: TextIO) -> None:
     """Print the rollback log proper, for the end of a run in the foreground."""
     known = read_evidence(run_dir)
-    costs = costs_of(_accounting(known))
+    costs, listing = costs_of(_accounting(known)), Listing(str(run_dir.path))
     for number in sorted(milestones(known.events)):
-        for line in entry_lines(known.events[number], costs.get(number), columns(out)):
+        for line in entry_lines(known.events[number], costs.get(number), columns(out), listing):
             print(line, file=out)
     print("\n".join(_summary(run_dir, known)), file=out)
 
 
 def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[float], None] = time.sleep) -> None:
     """Print events as they come, each new start with what it cost, until the run is over; then the summary."""
+    listing = Listing(str(run_dir.path))
     for events, event in _arriving(run_dir, sleep):
         if event.time < since or not is_told(event):
             continue
         cost = None
         if isinstance(event, SegmentStarted):
             cost = accounting_of(run_dir, events).cost_of_segment(event.segment)
-        print("\n".join(entry_lines(event, cost, columns(out))), file=out, flush=True)
+        print("\n".join(entry_lines(event, cost, columns(out), listing)), file=out, flush=True)
     print("\n".join(["", *_summary(run_dir, read_evidence(run_dir))]), file=out, flush=True)
 
 

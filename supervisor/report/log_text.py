@@ -30,7 +30,7 @@ from supervisor.report.diagnosis_text import in_one_line
 from supervisor.report.figures import count, duration, local_clock, local_day, node_hours, printable, share
 from supervisor.report.interruptions import Interruption, put_back
 from supervisor.report.spans import KINDS
-from supervisor.report.texts import WIDTH, is_told, lay_out, step_of
+from supervisor.report.texts import WIDTH, Listing, is_told, lay_out, step_of
 
 _UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -66,9 +66,10 @@ def log_lines(
     width: int = WIDTH,
     findings: Sequence[Diagnosis] = (),
     still: str = "",
+    folder: str = "",
 ) -> Iterator[str]:
-    """The whole log from ``since`` on: days, events with what each cost, and the closing summary."""
-    costs = costs_of(accounting)
+    """The whole log of the run in ``folder`` from ``since`` on: days, events with their costs, closing summary."""
+    costs, listing = costs_of(accounting), Listing(folder)
     day = ""
     for number, event in enumerate(events):
         if event.time < since or not is_told(event):
@@ -76,7 +77,7 @@ def log_lines(
         if local_day(event.time) != day:
             day = local_day(event.time)
             yield day
-        yield from entry_lines(event, costs.get(number), width)
+        yield from entry_lines(event, costs.get(number), width, listing)
         if isinstance(event, SupervisorStarted) and (since_s := _alone_since(events, number)) is not None:
             span = f"{local_clock(since_s)} to {local_clock(event.time)}"
             yield f"{'':24}nobody supervised it from {span}, {duration(event.time - since_s)}: its job had ended"
@@ -95,11 +96,11 @@ def _alone_since(events: Sequence[Event], started: int) -> float | None:
     return None
 
 
-def entry_lines(event: Event, cost: Interruption | None = None, width: int = WIDTH) -> list[str]:
+def entry_lines(event: Event, cost: Interruption | None, width: int, listing: Listing) -> list[str]:
     """One event as the log shows it: time, step, word, text, details."""
     step = step_of(event)
     stamp = f"{local_clock(event.time)}  {'' if step is None else f'step {step}':<11} "
-    return lay_out(event, stamp, cost, width)
+    return lay_out(event, stamp, cost, width, listing)
 
 
 _MILESTONES: Final = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)

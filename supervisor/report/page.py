@@ -27,7 +27,7 @@ from supervisor.report.figures import (
 from supervisor.report.log_text import closing_summary, costs_of, milestones
 from supervisor.report.page_data import chart_data
 from supervisor.report.spans import KINDS, MEANING, Kind
-from supervisor.report.texts import details_of, is_told, step_of, text_of, word_of
+from supervisor.report.texts import Listing, details_once, is_told, step_of, text_of, word_of
 from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
@@ -99,7 +99,7 @@ def _summary(facts: Facts) -> Iterator[str]:
 
 
 def _log(facts: Facts) -> Iterator[str]:
-    costs, shown = costs_of(facts.accounting), milestones(facts.events)
+    costs, shown, listing = costs_of(facts.accounting), milestones(facts.events), Listing()
     day = ""
     for number, event in enumerate(facts.events):
         if not is_told(event):
@@ -107,8 +107,10 @@ def _log(facts: Facts) -> Iterator[str]:
         if local_day(event.time) != day:
             day = local_day(event.time)
             yield f"<h3>{_text(day)}</h3>"
+        own = listing if number in shown else Listing()  # the others are folded away at first
         details = "".join(
-            f"<dt>{_text(label)}</dt><dd>{_text(text)}</dd>" for label, text in details_of(event, costs.get(number))
+            f"<dt>{_text(label)}</dt><dd>{_text(text)}</dd>"
+            for label, text in details_once(event, costs.get(number), own)
         )
         yield (
             f"<article{' class=milestone' if number in shown else ''}>"

@@ -8,7 +8,7 @@ from typing import Final, TextIO
 from supervisor.journal import Event
 from supervisor.observation import Observation
 from supervisor.report.figures import printable
-from supervisor.report.texts import event_lines
+from supervisor.report.texts import Listing, event_lines
 from supervisor.run_state import RunState
 from worker.contract.loss_history import Record
 
@@ -33,11 +33,12 @@ class Screen:
         self._shown_at = 0.0
         self._shown = ""
         self._trouble = ""
+        self._listing = Listing()
 
     def event(self, event: Event) -> None:
         """Print an event of the journal."""
         self._clear()
-        for line in event_lines(event):
+        for line in event_lines(event, self._listing):
             self._write(line + "\n")
 
     def progress(self, run: RunState, seen: Observation) -> None:
@@ -86,10 +87,11 @@ class Lines:
         self._out = out
         self._run = printable(run)
         self._trouble = ""
+        self._listing = Listing()
 
     def event(self, event: Event) -> None:
         """Print an event of the journal."""
-        self._print(event_lines(event))
+        self._print(event_lines(event, self._listing))
 
     def progress(self, run: RunState, seen: Observation) -> None:
         """A pass went well: the next trouble is a new one."""

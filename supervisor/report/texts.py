@@ -6,7 +6,8 @@ left out of the log.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 from supervisor.journal import (
@@ -16,6 +17,7 @@ from supervisor.journal import (
     Continued,
     Diagnosis,
     Event,
+    Finished,
     GaveUp,
     HangSeen,
     JobSeen,
@@ -38,6 +40,9 @@ from worker.contract.loss_history import BatchPosition, LeftOutBatch
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ChangeIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""
+_TOLD_ABOVE: Final = "as above"
+"""Of advice that a listing has given already."""
+_OBSERVED: Final = "not done, for recovery.mode is observe: "
 
 
 _WORDS: Final = {
@@ -85,6 +90,16 @@ Detail = tuple[str, str]
 """A label and what it says; an empty label for a plain further line."""
 
 
+@dataclass
+class Listing:
+    """Events below each other: what they have told so far, which is not told again."""
+
+    folder: str = ""
+    """The run's, for paths that a person can paste; empty where nobody has to look for it."""
+    told: set[str] = field(default_factory=set)
+    """Sentences of events, and advice."""
+
+
 def word_of(event: Event) -> str:
     """One or two words for the kind of an event; its own name in small letters where nothing better is known."""
     if getattr(event, "cause", None) == "resumed":
@@ -102,19 +117,24 @@ def step_of(event: Event) -> int | None:
 
 
 def is_told(event: Event) -> bool:
-    """Whether an event has a line of its own; intents and progress are told by what follows them."""
-    return not isinstance(event, _QUIET)
+    """Whether an event has a line of its own; what a verdict, a hang or the end of the run tells is told there."""
+    return not isinstance(event, _QUIET) and not (isinstance(event, WorkerLeft) and _is_told_elsewhere(event))
 
 
-def event_lines(event: Event) -> list[str]:
+def _is_told_elsewhere(left: WorkerLeft) -> bool:
+    is_hang = left.outcome is Outcome.ENDED and left.error is not None and left.error.what == "hang"
+    return is_hang or left.outcome in (Outcome.DONE, Outcome.VERDICT)
+
+
+def event_lines(event: Event, listing: Listing) -> list[str]:
     """An event as the live screen shows it: [] for what another line says anyway."""
-    return lay_out(event, f"{local_time(event.time)}  ", None, WIDTH) if is_told(event) else []
+    return lay_out(event, f"{local_time(event.time)}  ", None, WIDTH, listing) if is_told(event) else []
 
 
-def lay_out(event: Event, stamp: str, cost: Interruption | None, width: int) -> list[str]:
+def lay_out(event: Event, stamp: str, cost: Interruption | None, width: int, listing: Listing) -> list[str]:
     """An event below each other: ``stamp``, its word, its text, and its labelled details, ``width`` columns wide."""
     lines = _wrap(f"{stamp}{word_of(event):<{_WORD_WIDTH}}", " " * (len(stamp) + _WORD_WIDTH), text_of(event), width)
-    for label, text in details_of(event, cost):
+    for label, text in details_once(event, cost, listing):
         head = " " * (len(stamp) + 2) + (f"{label:<{_LABEL_WIDTH}} " if label else " " * (_LABEL_WIDTH + 1))
         lines += _wrap(head, " " * len(head), text, width)
     return lines
@@ -160,10 +180,33 @@ def text_of(event: Event) -> str:
             return event.reason or event.event
 
 
-def details_of(event: Event, cost: Interruption | None = None) -> list[Detail]:
-    """What there is to say beyond the sentence; ``cost`` is what the event led to, where that is known."""
+def details_of(event: Event, cost: Interruption | None = None, folder: str = "") -> list[Detail]:
+    """What there is to say beyond the sentence; ``cost`` is what the event led to, where that is known.
+
+    ``folder`` is the run's, where what lies in it is to be named.
+    """
     details = _DETAILS[type(event)](event) if type(event) in _DETAILS else iter(())
+    if isinstance(event, Finished) and folder:
+        details = iter((("model", f"{folder}/final"), ("report", f"{folder}/report.html")))
     return [*details, *([("cost", cost_text(cost))] if cost is not None else []), *advice(event)]
+
+
+def details_once(event: Event, cost: Interruption | None, listing: Listing) -> list[Detail]:
+    """``details_of`` without the sentences and advice that the listing has; those of this event are added to it."""
+    told = listing.told
+    details = [(label, _untold(label, text, told)) for label, text in details_of(event, cost, listing.folder)]
+    told |= {text_of(event), *(text for label, text in details if label == "try")}
+    return [(label, text) for label, text in details if text]
+
+
+def _untold(label: str, text: str, told: Collection[str]) -> str:
+    """What a detail says beyond what was told: of a reason what goes on after that; empty for nothing."""
+    if label == "try" and text in told:
+        return _TOLD_ABOVE
+    if label not in ("because", "tried"):
+        return text
+    known = max((each for each in told if text == each or text.startswith(f"{each}; ")), key=len, default="")
+    return text.removeprefix(known).removeprefix("; ") if known else text
 
 
 def cost_text(cost: Interruption) -> str:
@@ -253,14 +296,12 @@ def _of_observed(event: WouldHaveDone) -> Iterator[Detail]:
     if event.diagnosis is not None:
         yield from _of_diagnosis(event.diagnosis)
     if event.reason:
-        yield "because", event.reason
+        yield "because", event.reason.removeprefix(_OBSERVED)
     yield "done", "nothing: recovery.mode is observe"
 
 
 def _of_hang(event: HangSeen) -> Iterator[Detail]:
-    limit = f"the limit is {duration(event.limit_s)}"
-    yield "seen", f"{duration(event.quiet_s)} without a sign in phase {event.phase}, {limit}"
-    if event.stacks:
+    if event.stacks not in event.reason:
         yield "look at", event.stacks
 
 

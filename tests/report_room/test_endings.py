@@ -12,7 +12,7 @@ from supervisor.report.accounting import account
 from supervisor.report.figures import node_hours
 from supervisor.report.log_text import closing_summary, entry_lines
 from supervisor.report.standing_text import list_lines
-from supervisor.report.texts import details_of, step_of
+from supervisor.report.texts import WIDTH, Listing, details_of, step_of
 from supervisor.requests import Request
 from supervisor.runs import standing
 from tests.report_room.stories import Slow, a_start, healthy, refused
@@ -69,7 +69,7 @@ def test_who_asked_for_a_rollback_is_not_told_when_batches_are_left_out_by_thems
 
 def test_why_a_job_waits_is_said_once() -> None:
     event = JobSeen(job_id="9", state="PENDING", why="Priority", reason="job 9 waits: other jobs come first (Priority)")
-    assert "\n".join(entry_lines(event)).count("other jobs come first") == 1
+    assert "\n".join(entry_lines(event, None, WIDTH, Listing())).count("other jobs come first") == 1
 
 
 def test_nobody_is_sent_to_a_traceback_that_a_kill_cannot_leave(tmp_path: Path) -> None:

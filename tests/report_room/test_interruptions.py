@@ -191,7 +191,7 @@ def test_a_scancel_is_what_slurm_says_and_no_preemption(tmp_path: Path, user: st
     assert f"Stopped by {user or 'the scancel of a person'} after" in log
     [_, line] = list_lines([standing(stage.run_dir, in_detail=False)], stage.now)
     assert "job 1 was CANCELLED by" in line
-    assert "job 1 was CANCELLED by" in note_of(ended).text
+    assert "job 1 was CANCELLED by" in note_of(ended, "").text
     page = render(Facts(config(tmp_path), stage.events, stage.story.records, stage.story.accounting(), (), stage.now))
     assert "left: preempted" not in page
     assert "CANCELLED by" in page

@@ -87,6 +87,8 @@ def test_a_supervisor_that_leaves_says_its_last_word_first(tmp_path: Path) -> No
     notifier.event(Finished(final_step=260, time=BEGIN, reason="all 260 steps are done"))
     notifier.close(RunState(state="finished"))
     assert sorted(message["title"] for message in told(heard)) == ["r: finished", "r: rolled back"]
+    [finished] = [message["body"] for message in told(heard) if message["title"] == "r: finished"]
+    assert f"\nmodel: {tmp_path}/final\nreport: {tmp_path}/report.html\n" in finished
 
 
 def test_what_is_worth_a_word() -> None:

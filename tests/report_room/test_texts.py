@@ -21,6 +21,7 @@ from supervisor.report.figures import duration, local_moment, node_hours, share,
 from supervisor.report.log_text import SinceError, closing_summary, log_lines, milestones, since_time
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import (
+    Listing,
     batches_text,
     details_of,
     event_lines,
@@ -52,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("berlin")
 
 
 def told(story: Story) -> str:
-    return "\n".join(log_lines(story.events, story.accounting())) + "\n"
+    return "\n".join(log_lines(story.events, story.accounting(), folder="/runs/r")) + "\n"
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -87,42 +88,41 @@ def test_every_kind_of_event_has_a_line_even_one_that_nobody_thought_of() -> Non
         event: str = "MoonRose"
 
     assert word_of(MoonRose()) == "moon rose"  # type: ignore[arg-type]
-    [line] = event_lines(MoonRose(reason="it is full", time=BEGIN))  # type: ignore[arg-type]
+    [line] = event_lines(MoonRose(reason="it is full", time=BEGIN), Listing())  # type: ignore[arg-type]
     assert line == "2023-11-14 23:13:20 CET  moon rose      it is full"
     assert len({word_of(kind.model_construct()) for kind in get_args(Event)}) == len(get_args(Event))
 
 
 def test_a_hang_and_what_was_only_observed_say_all_there_is() -> None:
     hang = HangSeen(phase="saving", quiet_s=1860.0, limit_s=1800.0, stacks="attempts/0002/r0", reason="no progress")
-    seen, look, *_ = details_of(hang)
-    assert seen == ("seen", "31 min without a sign in phase saving, the limit is 30 min")
-    assert look == ("look at", "attempts/0002/r0")
+    assert details_of(hang) == [("look at", "attempts/0002/r0")]
     observed = WouldHaveDone(cause="spike", where="same_allocation", resume_from="checkpoint-80", lr_scale=0.5)
     assert text_of(observed) == "would have begun at checkpoint-80, at 0.5 of the configured rate (spike)"
     assert ("done", "nothing: recovery.mode is observe") in details_of(observed)
     assert milestones([hang, observed]) == {0, 1}
-    widest = max(len(word_of(kind.model_construct())) for kind in get_args(Event) if is_told(kind.model_construct()))
-    assert widest < 15
+    each: list[Event] = [kind.model_construct(outcome=Outcome.CRASHED) for kind in get_args(Event)]
+    assert max(len(word_of(event)) for event in each if is_told(event)) < 15
 
 
 def test_no_file_can_paint_the_terminal_or_forge_a_line() -> None:
     evil = "\x1b[2J\nFINISHED all is well"
     event = JobSeen(job_id="1", state="PENDING", why=evil, nodes=(evil,), time=BEGIN - 60)
-    for line in event_lines(event):
+    for line in event_lines(event, Listing()):
         assert line.isprintable()
     words = event.model_copy(update={"reason": "job 1 waits: other jobs come first", "starts_at": BEGIN})
     assert "waits: other jobs come first; Slurm expects it to start at 2023-11-14 23:13:20 CET" in " ".join(
-        " ".join(event_lines(words)).split()
+        " ".join(event_lines(words, Listing())).split()
     )
     far = words.model_copy(update={"starts_at": BEGIN + 365 * 86400})
-    assert "expects" not in " ".join(event_lines(far)), "a year is Slurm's way to say that it does not know"
+    assert "expects" not in " ".join(event_lines(far, Listing())), "a year is Slurm's way to say that it does not know"
     row = standing_row(reason=evil, name=evil)
     assert all(line.isprintable() for line in [*list_lines([row], BEGIN), *detail_lines(row, BEGIN)])
 
 
 def test_a_log_is_as_wide_as_it_is_asked_to_be(tmp_path: Path) -> None:
     story = one_spike(tmp_path).story
-    lines = [line for event in story.events if is_told(event) for line in lay_out(event, "17:40  ", None, 80)]
+    told = [event for event in story.events if is_told(event)]
+    lines = [line for event in told for line in lay_out(event, "17:40  ", None, 80, Listing())]
     assert max(map(len, lines)) <= 80
 
 

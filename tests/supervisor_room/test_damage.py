@@ -9,7 +9,7 @@ from slurm.local_record import path as record_path
 from slurm.local_record import read
 from supervisor.journal import StopRequested, read_journal
 from supervisor.lease import LeaseFile
-from supervisor.report.texts import event_lines
+from supervisor.report.texts import Listing, event_lines
 from supervisor.requests import Request
 from tests.supervisor_room.stage import Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
@@ -168,6 +168,6 @@ def test_a_spoilt_record_of_the_stand_in_is_an_error_that_names_it(tmp_path: Pat
 
 def test_what_comes_from_a_file_does_not_paint_the_terminal() -> None:
     forged = StopRequested(by="x", reason="\x1b[2J\x1b[31mroot\nFAKE LINE 2026 FINISHED")
-    [line] = event_lines(forged)
+    [line] = event_lines(forged, Listing())
     assert "\x1b" not in line
     assert "\n" not in line
