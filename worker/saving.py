@@ -45,6 +45,9 @@ from worker.randomness import random_digest
 from worker.resume import platform_of
 from worker.wrap import replaced
 
+_LOGGED = 100
+"""So many of the newest lines of the Trainer's own log go into trainer_state.json: it would grow, and each save with it."""
+
 
 @dataclass(frozen=True)
 class _AsOf:
@@ -100,6 +103,8 @@ def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any, m
         staged = _Staged(attached, as_of, attached.average, step, folder, digests)
         stack.enter_context(replaced(attached.trainer, "_get_output_dir", lambda trial: str(staged.own)))
         stack.enter_context(own_names(attached.model))
+        state = attached.trainer.state
+        stack.enter_context(replaced(state, "log_history", state.log_history[-_LOGGED:]))
         large = LargeParts(background.memory, digests, is_beside) if background and as_of else None
         if large is not None:
             stack.enter_context(large.noted())

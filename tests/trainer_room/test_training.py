@@ -27,6 +27,14 @@ from worker.start import Start
 pytestmark = pytest.mark.training
 
 
+def test_a_late_checkpoint_holds_no_longer_log_of_the_trainer_than_an_early_one(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(training={"max_steps": 130}, checkpoint={"every_steps": 110, "keep": 2})
+    rig.finish()
+    for step, kept in ((110, range(11, 111)), (130, range(31, 131))):
+        state = json.loads((rig.run.checkpoint(step) / "trainer_state.json").read_text())
+        assert [line["step"] for line in state["log_history"]] == list(kept)
+
+
 def test_a_history_is_complete_and_is_what_the_trainer_logged(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(training={"gradient_accumulation": 2})
     rig.finish()
