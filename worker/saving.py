@@ -46,7 +46,7 @@ from worker.resume import platform_of
 from worker.wrap import replaced
 
 _LOGGED = 100
-"""So many of the newest lines of the Trainer's own log go into trainer_state.json: it would grow, and each save with it."""
+"""So many of the newest lines of the Trainer's own log go into trainer_state.json, which would grow with each."""
 
 
 @dataclass(frozen=True)
