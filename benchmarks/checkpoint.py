@@ -249,7 +249,7 @@ def shown(cases: list[Case], told: argparse.Namespace, parameters: int) -> str:
         *heading("checkpoint"),
         f"threads    {torch.get_num_threads()}, in {told.folder or 'a temporary folder'}",
         f"model      {parameters:,} parameters in float32, AdamW; higgsfield also keeps an average of the weights",
-        f"figures    median of {told.repeats}, in seconds; ratios: median of those within each turn",
+        f"figures    median of {told.repeats}, in seconds; ratios: within each turn, with their middle half",
         "",
         f"{'':16}{'step':>8}{'save':>10}{'durable':>10}{'resume':>10}",
     ]
@@ -257,28 +257,30 @@ def shown(cases: list[Case], told: argparse.Namespace, parameters: int) -> str:
         times = (case.save_s, case.durable_s, case.resume_s)
         figures = "".join(f"{statistics.median(each[1:]):>10.3f}" for each in times)
         lines.append(f"{case.name:16}{case.step:>8}{figures}")
+    lines += ["", f"{'':34}{'durable':>10}{'resume':>26}"]
     first = dict[str, Case]()
     for case in cases:
         base = first.setdefault(case.name, case)
         if case is not base:
             pairs = ((base.durable_s, case.durable_s), (base.resume_s, case.resume_s))
-            ratios = [paired_ratio(*pair) for pair in pairs]
-            row = f"{case.name:16}{f'{case.step} / {base.step}':>18}{ratios[0]:>10.2f}{ratios[1]:>10.2f}"
+            ratios = [paired_ratios(*pair) for pair in pairs]
+            row = f"{case.name:16}{f'{case.step} / {base.step}':>18}"
+            row += "".join(f"{medians[1]:>10.2f} ({medians[0]:.2f} to {medians[2]:.2f})" for medians in ratios)
             if case.name == OURS and case.step > base.step:
-                row += f"   equal, within {NOISE:.0%}: {met(max(ratios) <= 1 + NOISE)}"
+                row += f"   equal, within {NOISE:.0%}: {met(max(median for _, median, _ in ratios) <= 1 + NOISE)}"
             lines.append(row)
     return "\n".join(lines)
 
 
-def paired_ratio(first: list[float], second: list[float]) -> float:
-    """The median of the ratios of what was measured in the same turn."""
-    return statistics.median(late / early for early, late in zip(first[1:], second[1:], strict=True))
+def paired_ratios(first: list[float], second: list[float]) -> list[float]:
+    """The quartiles of the ratios of what was measured in the same turn."""
+    return statistics.quantiles((late / early for early, late in zip(first[1:], second[1:], strict=True)), n=4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[20, 20_000])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=15, help="two at least")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--folder", help="where the checkpoints are written; the disk that is measured")
