@@ -132,6 +132,7 @@ class Case:
     save_s: list[float] = field(default_factory=list)
     durable_s: list[float] = field(default_factory=list)
     resume_s: list[float] = field(default_factory=list)
+    megabytes: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -148,6 +149,8 @@ class Case:
         self.durable_s.append(time.monotonic() - began)
         if len(self.save_s) > 1:
             shutil.rmtree(newest)
+        else:
+            self.megabytes = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()) / 1e6
         self.saver.state.global_step += 1
 
     def resume(self) -> None:
@@ -251,12 +254,12 @@ def shown(cases: list[Case], told: argparse.Namespace, parameters: int) -> str:
         f"model      {parameters:,} parameters in float32, AdamW; higgsfield also keeps an average of the weights",
         f"figures    median of {told.repeats}, in seconds; ratios: within each turn, with their middle half",
         "",
-        f"{'':16}{'step':>8}{'save':>10}{'durable':>10}{'resume':>10}",
+        f"{'':16}{'step':>8}{'save':>10}{'durable':>10}{'resume':>10}{'MB':>10}",
     ]
     for case in cases:
         times = (case.save_s, case.durable_s, case.resume_s)
         figures = "".join(f"{statistics.median(each[1:]):>10.3f}" for each in times)
-        lines.append(f"{case.name:16}{case.step:>8}{figures}")
+        lines.append(f"{case.name:16}{case.step:>8}{figures}{case.megabytes:>10.1f}")
     lines += ["", f"{'':34}{'durable':>10}{'resume':>26}"]
     first = dict[str, Case]()
     for case in cases:

@@ -41,7 +41,7 @@ SCRIPTS = {
         [
             *HEADED,
             "figures +median of 2, in seconds",
-            *(rf"{name} +{step}{figures(3)}$" for step in (3, 60) for name in ("plain Trainer", "higgsfield")),
+            *(rf"{name} +{step}{figures(4)}$" for step in (3, 60) for name in ("plain Trainer", "higgsfield")),
             rf"plain Trainer +60 / 3{RATIO}{RATIO}$",
             rf"higgsfield +60 / 3{RATIO}{RATIO} .*met$",
         ],
