@@ -30,6 +30,8 @@ from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
 
 _LOOK_EVERY_S: Final = 0.5
+_LOOKS_AT_ITS_END: Final = 20
+"""At a run that was over already: who says resume at this moment may need seconds until that is in the journal."""
 
 
 def accounting_of(run_dir: RunDir, events: list[Event]) -> Accounting:
@@ -156,11 +158,20 @@ def _accounting(known: Evidence) -> Accounting:
 def _arriving(run_dir: RunDir, sleep: Callable[[float], None]) -> Iterator[tuple[list[Event], Event]]:
     """Every event with all of the journal at that time, until the run is over."""
     told = 0
-    while True:
-        events = read_journal(run_dir.journal)
+    for events in _until_over(run_dir, sleep):
         yield from ((events, event) for event in events[told:])
         told = len(events)
-        if replay(events).is_over:
+
+
+def _until_over(run_dir: RunDir, sleep: Callable[[float], None]) -> Iterator[list[Event]]:
+    """The journal again and again until the run is over; one that was over already, and may go on, for a while."""
+    num_looks, went_on = 0, False
+    while True:
+        events = read_journal(run_dir.journal)
+        yield events
+        state, num_looks = replay(events), num_looks + 1
+        went_on = went_on or not state.is_over
+        if state.is_over and (went_on or state.state == "finished" or num_looks > _LOOKS_AT_ITS_END):
             return
         sleep(_LOOK_EVERY_S)
 
@@ -170,8 +181,7 @@ def write_journal(
 ) -> None:
     """Write the journal's lines unchanged to a binary stream, the whole ones from ``since`` on."""
     told = 0
-    while True:
-        is_over = replay(read_journal(run_dir.journal)).is_over
+    for _ in _until_over(run_dir, sleep):
         data = read_data(run_dir.journal)[told:]
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.splitlines(keepends=True):
@@ -179,6 +189,5 @@ def write_journal(
                 out.write(line)
         out.flush()
         told += len(whole)
-        if is_over or not is_followed:
+        if not is_followed:
             return
-        sleep(_LOOK_EVERY_S)

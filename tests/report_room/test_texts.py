@@ -15,7 +15,17 @@ import pytest
 
 from supervisor.diagnosis import diagnose
 from supervisor.evidence import Evidence
-from supervisor.journal import Diagnosis, Event, EventBase, HangSeen, JobSeen, RolledBack, RunCreated, WouldHaveDone
+from supervisor.journal import (
+    Diagnosis,
+    Event,
+    EventBase,
+    HangSeen,
+    JobSeen,
+    ResumeRequested,
+    RolledBack,
+    RunCreated,
+    WouldHaveDone,
+)
 from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import duration, local_moment, node_hours, share, size
 from supervisor.report.log_text import SinceError, closing_summary, log_lines, milestones, since_time
@@ -43,6 +53,7 @@ from tests.report_room.stories import (
     one_spike,
     put_into,
     recorded,
+    refused,
 )
 from tests.supervisor_room.stage import BEGIN, config
 from worker.contract.exit_report import Outcome
@@ -174,6 +185,33 @@ def test_a_log_that_is_followed_tells_each_event_once_and_ends_with_the_run(tmp_
     write_journal(stage.run_dir, last["time"], False, raw)
     told_late = [json.loads(line)["event"] for line in raw.getvalue().splitlines()]
     assert told_late == ["RunCreated", "WorkerLeft", "Finished"]  # the Stage's clock is not the one that made the run
+
+
+def test_a_run_that_is_over_is_followed_for_a_while_for_it_may_be_about_to_go_on(tmp_path: Path) -> None:
+    stage = refused(tmp_path)
+    out, looks = io.StringIO(), 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:  # `higgsfield resume` has loaded its programs
+            stage.watched.run.record(ResumeRequested(by="root", reason="root asked for the run to go on"))
+            stage.settle()
+        elif looks == 4:
+            stage.start_after(5)
+            stage.train(100)
+            stage.leave(Outcome.DONE)
+            stage.settle()
+
+    follow_log(stage.run_dir, 0.0, out, sleep)
+    assert "FINISHED" in out.getvalue()
+    looks = 10
+    follow_log(stage.run_dir, 0.0, out, sleep)
+    assert looks == 10, "nothing lets a finished run go on"
+    given_up, lines = refused(tmp_path / "other"), io.BytesIO()
+    write_journal(given_up.run_dir, 0.0, True, lines, sleep)
+    assert looks > 20
+    assert lines.getvalue() == given_up.run_dir.journal.read_bytes()
 
 
 def test_the_summary_of_twenty_thousand_steps_is_quick_and_short() -> None:
