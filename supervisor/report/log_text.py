@@ -269,7 +269,9 @@ def time_lines(accounting: Accounting) -> Iterator[str]:
     held, trained = accounting.node_s(), accounting.node_s("training")
     if held > 0:
         kept = sum(each.kept_node_s for each in accounting.interruptions)
-        told = node_hours(trained, whole_s=held)
-        yield f"Of {node_hours(held, whole_s=held)} allocated, {told} ({share(trained, held)}) were training."
+        cost = sum(each.lost_node_s for each in accounting.interruptions)
+        told = f"{node_hours(trained, whole_s=held)} ({share(trained, held)}) were training"
+        told += f" and {node_hours(cost, whole_s=held)} ({share(cost, held)}) went into interruptions" if cost else ""
+        yield f"Of {node_hours(held, whole_s=held)} allocated, {told}."
         if kept:
             yield f"Checkpoints saved {node_hours(kept, whole_s=held)}, against starting from the first step each time."

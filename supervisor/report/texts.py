@@ -210,12 +210,12 @@ def _untold(label: str, text: str, told: Collection[str]) -> str:
 
 
 def cost_text(cost: Interruption) -> str:
-    """What an interruption cost, and what the checkpoint saved."""
+    """What an interruption cost, and what the checkpoint saved; the summary of the log adds both up."""
     steps = f"{count(cost.steps_undone, 'step')} again, " if cost.steps_undone else ""
     whole_s = max(cost.lost_node_s, cost.kept_node_s)
     pause = f" beside a pause of {duration(cost.paused_s)}" if cost.paused_s else ""
-    text = f"{steps}{duration(cost.idle_s)} without training{pause}, {node_hours(cost.lost_node_s, whole_s)} lost"
-    kept = f"; {node_hours(cost.kept_node_s, whole_s)} of training kept, against starting from the first step"
+    text = f"{steps}{duration(cost.idle_s)} without training{pause}: {node_hours(cost.lost_node_s, whole_s)}"
+    kept = f"; its checkpoint saved {node_hours(cost.kept_node_s, whole_s)}, against starting from the first step"
     return text + (kept if cost.kept_node_s else "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,22 @@ def test_the_time_between_two_starts_belongs_to_what_happened_in_it_and_no_secon
     assert shares == pytest.approx(sum(end - begin for begin, end in gaps), abs=0.01)
     again = len(story.records) - len({record.step for record in story.records})
     assert sum(each.steps_undone for each in found.interruptions) == again
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_what_the_events_cost_adds_up_to_what_the_summary_tells(name: str) -> None:
+    lines = " ".join(told(recorded(name)).split())
+    rounded = {"second": (1.0, 0.5), "hour": (3600.0, 18.0)}
+
+    def sums(pattern: str) -> tuple[float, float]:
+        """In node-seconds, and by how much it may be off."""
+        found = re.findall(rf"{pattern} ([\d.]+) node-(second|hour)", lines)
+        return sum(float(one) * rounded[unit][0] for one, unit in found), sum(rounded[unit][1] for _, unit in found)
+
+    each, may_be_off = sums(r"without training(?: beside a pause of [^:]*)?:")
+    whole, may_be = sums(r"were training and")
+    assert each == pytest.approx(whole, abs=may_be_off + may_be)
+    assert (each > 0) == (name not in ("healthy", "refused"))
 
 
 def preempted_before_its_first_step(folder: Path) -> Slow:
