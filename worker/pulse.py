@@ -39,4 +39,4 @@ class Heart:
         self._phase, self._published_at = phase, now
         limit_s = hang_limit_s(phase, self._timeout_s, self._longest_s.get(phase, 0.0))
         pulse = Pulse(phase=phase, step=step, time=time.time(), pid=os.getpid(), host=self._host, limit_s=limit_s)
-        publish_message(self._path, pulse)
+        publish_message(self._path, pulse, is_durable=False)  # a host that crashes has no life to tell of

@@ -1,5 +1,6 @@
 """How long a rank may be quiet, and who counts it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_heart_learns_how_long_things_take_and_says_so(tmp_path: Path) -> None
     clock[0] += 1
     heart.beat("saving", 4)
     assert pulse().limit_s == 200.0
+
+
+def test_a_sign_of_life_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a save is written beside the training, its fsync would wait for that save's bytes."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    Heart(tmp_path / "rank-0.pulse.json", 60.0).beat("training", 1)
+    assert read_message(tmp_path / "rank-0.pulse.json", Pulse) is not None
+    assert synced == []
 
 
 def test_a_short_time_out_is_told_often_enough(tmp_path: Path) -> None:
