@@ -1,6 +1,7 @@
 """What the rules of the detector share: judgements, streaks, an accepted level, medians."""
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,6 +50,33 @@ class Streak:
     def state(self) -> dict[str, Any]:
         """As JSON."""
         return {"first": self.first, "length": self.length}
+
+
+class Window:
+    """The last ``length`` numbers, none of them NaN, at hand by time and by size."""
+
+    def __init__(self, length: int) -> None:
+        self.by_time: deque[float] = deque(maxlen=length)
+        self.by_size: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.by_size)
+
+    def append(self, value: float) -> None:
+        """Take in one more; the oldest one goes where there are too many."""
+        if len(self.by_size) == self.by_time.maxlen:
+            del self.by_size[bisect_left(self.by_size, self.by_time[0])]
+        self.by_time.append(value)
+        insort(self.by_size, value)
+
+    def extend(self, values: Iterable[float]) -> None:
+        """Take in one after the other."""
+        for value in values:
+            self.append(value)
+
+    def state(self) -> list[float]:
+        """As JSON, by time."""
+        return list(self.by_time)
 
 
 class Rule(Protocol):
@@ -103,7 +131,7 @@ def worse(one: Judgement, other: Judgement) -> Judgement:
     return Judgement(graver.verdict, graver.onset_step, graver.level, one.warnings + other.warnings)
 
 
-def learned(losses: deque[float], loss: float) -> Judgement:
+def learned(losses: Window, loss: float) -> Judgement:
     """Take a loss that is within the band into the reference."""
     if math.isfinite(loss):
         losses.append(loss)

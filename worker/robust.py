@@ -2,13 +2,12 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
 from worker.contract.recovery_config import SpikeConfig
-from worker.judgement import OK, AcceptedLevel, Judgement, Streak, learned, median, middle_of, worse
+from worker.judgement import OK, AcceptedLevel, Judgement, Streak, Window, learned, median, middle_of, worse
 
 FAR_SPREADS: Final = 5.0
 """Beyond the noise: nine losses of ten are within one spread above their level."""
@@ -48,9 +47,7 @@ class Rise:
 
     def __init__(self, rules: SpikeConfig) -> None:
         self._rules = rules
-        self._recent: deque[float] = deque(
-            maxlen=max(rules.patience + rules.confirm, _SOON * rules.patience, rules.warmup, _FAST)
-        )
+        self._recent = Window(max(rules.patience + rules.confirm, _SOON * rules.patience, rules.warmup, _FAST))
         self._steps: deque[int] = deque(maxlen=_FAST // 2 + 1)
         self._best: Level | None = None
         self._high = Streak()
@@ -104,7 +101,7 @@ class Rise:
     def _improve(self, level: Level) -> None:
         if len(self._recent) < min(self._rules.warmup, self._rules.window):
             return
-        middle = median(self._recent)
+        middle = middle_of(self._recent.by_size)
         if self._best is None or middle < self._best.middle:
             self._best = Level(middle, level.spread)
 
@@ -112,13 +109,13 @@ class Rise:
         return best.limit(RAISED_SHARE * (self._rules.ratio - 1), RAISED_SPREADS)
 
     def _recent_median(self, count: int) -> float:
-        return median(islice(reversed(self._recent), count))
+        return median(islice(reversed(self._recent.by_time), count))
 
     def state(self) -> dict[str, Any]:
         """As JSON."""
         best = self._best
         return {
-            "recent": list(self._recent),
+            "recent": self._recent.state(),
             "steps": list(self._steps),
             "best": None if best is None else [best.middle, best.spread],
             "high": self._high.state(),
@@ -155,7 +152,7 @@ class Robust:
         self._share = rules.ratio - 1 if share is None else share
         self._is_minimised = is_minimised
         self._accepted = AcceptedLevel(accept_level, RAISED_SHARE * (rules.ratio - 1))
-        self._clean: deque[float] = deque(maxlen=rules.window)
+        self._clean = Window(rules.window)
         self._above = Streak()
         self._rise = Rise(rules)
         self._has_signal = None if is_loss else True
@@ -206,7 +203,7 @@ class Robust:
     def state(self) -> dict[str, Any]:
         return {
             **self._accepted.state(),
-            "clean": list(self._clean),
+            "clean": self._clean.state(),
             "above": self._above.state(),
             "rise": self._rise.state(),
             "has_signal": self._has_signal,
@@ -220,8 +217,8 @@ class Robust:
         self._accepted.restore(state)
 
 
-def level_of(values: Iterable[float]) -> Level:
+def level_of(values: Window) -> Level:
     """The level of one finite value or more."""
-    ordered = sorted(values)
+    ordered = values.by_size
     middle = middle_of(ordered)
     return Level(middle, min(ordered[(len(ordered) - 1) * 9 // 10] - middle, _LARGEST))

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from worker.contract.loss_history import ACTED
 from worker.contract.recovery_config import SpikeConfig
-from worker.judgement import OK, AcceptedLevel, Judgement, Rule, Streak, learned, median, worse
+from worker.judgement import OK, AcceptedLevel, Judgement, Rule, Streak, Window, learned, median, middle_of, worse
 from worker.robust import FAR_SPREADS, Robust, level_of
 from worker.watched import Watched
 
@@ -35,7 +35,7 @@ class MedianRatio:
     def __init__(self, rules: SpikeConfig, accept_level: float | None = None) -> None:
         self._rules = rules
         self._accepted = AcceptedLevel(accept_level, rules.ratio - 1)
-        self._losses: deque[float] = deque(maxlen=rules.window)
+        self._losses = Window(rules.window)
         self._above = Streak()
 
     def judge(self, step: int, loss: float, *, has_witness: bool = False) -> Judgement:
@@ -53,13 +53,13 @@ class MedianRatio:
 
     def _level(self) -> float | None:
         is_known = len(self._losses) >= min(self._rules.warmup, self._rules.window)
-        return self._accepted.raised(median(self._losses) if is_known else None)
+        return self._accepted.raised(middle_of(self._losses.by_size) if is_known else None)
 
     def state(self) -> dict[str, Any]:
-        return {**self._accepted.state(), "losses": list(self._losses), "above": self._above.state()}
+        return {**self._accepted.state(), "losses": self._losses.state(), "above": self._above.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._losses = deque(state["losses"], maxlen=self._rules.window)
+        self._losses.extend(state["losses"])
         self._above = Streak(**state["above"])
         self._accepted.restore(state)
 
@@ -89,7 +89,7 @@ class Witness:
 
     def __init__(self, rules: SpikeConfig) -> None:
         self._rules = rules
-        self._clean: deque[float] = deque(maxlen=rules.window)
+        self._clean = Window(rules.window)
         self._last: deque[float] = deque(maxlen=_FAST)
 
     def speaks(self, grad_norm: float | None) -> bool:
@@ -107,7 +107,7 @@ class Witness:
 
     def state(self) -> dict[str, list[float]]:
         """As JSON."""
-        return {"clean": list(self._clean), "last": list(self._last)}
+        return {"clean": self._clean.state(), "last": list(self._last)}
 
     def restore(self, state: dict[str, list[float]]) -> None:
         """Go on from ``state``."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import deque
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from worker.contract.loss_history import ACTED
 from worker.contract.recovery_config import SpikeConfig
-from worker.judgement import Judgement, median
+from worker.judgement import Judgement, Window, median
 from worker.spikes import Detector
 
 NAN, INF = math.nan, math.inf
@@ -24,6 +25,17 @@ def judged(losses: list[Any], rules: SpikeConfig = RULES, norm: float | None = 1
 
 def verdicts(losses: list[Any], rules: SpikeConfig = RULES, norm: float | None = 1.0, **more: Any) -> list[str]:
     return [one.verdict for one in judged(losses, rules, norm, **more)]
+
+
+@given(st.integers(1, 9), st.lists(st.one_of(st.floats(allow_nan=False), st.sampled_from([0.0, -0.0, 1.0]))))
+def test_a_window_by_size_is_bit_for_bit_what_sorting_it_gives(length: int, values: list[float]) -> None:
+    window, last = Window(length), deque[float](maxlen=length)
+    for value in values:
+        window.append(value)
+        last.append(value)
+        assert list(map(repr, window.by_size)) == list(map(repr, sorted(last)))
+        assert list(map(repr, window.state())) == list(map(repr, last))
+        assert len(window) == len(last)
 
 
 class TestMedianRatio:
