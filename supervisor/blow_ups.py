@@ -9,11 +9,10 @@ from typing import Final
 
 from supervisor.batches import as_skips, in_words
 from supervisor.evidence import Incident, median_of
-from supervisor.rate_rules import rate_rule, shares_of_warmup
+from supervisor.rate_rules import rate_rule, rates_from_scratch, shares_of_warmup
 from supervisor.recipe_facts import Facts
 from supervisor.spike_policy import SOON_AFTER_RESUME
 from worker.contract.loss_history import BatchPosition, Record
-from worker.contract.recipe_config import STARTING_RATES
 
 Says = Sequence[str]
 
@@ -32,8 +31,6 @@ _LATE_STEPS: Final = 1_000
 _LATE_SHARE: Final = 0.2
 _SOON_AFTER_WARMUP: Final = (50, 0.05)
 """Steps, or a share of all."""
-_MUCH_FROM_SCRATCH: Final = 100.0
-"""Times the rate that an optimizer begins with when a trained model is trained further."""
 _OF_ADAM: Final = ("adamw", "adam")
 _ROLLED_BACK: Final = frozenset({"spike", "divergence", "nonfinite", "rollback"})
 
@@ -208,14 +205,15 @@ def after_short_warmup(incident: Incident) -> Says:
 def above_rate_of_optimizer(incident: Incident) -> Says:
     """At a peak above what this optimizer takes: as after a change from AdamW, whose rate it kept."""
     config, peak = incident.evidence.config, incident.peak
-    name, start = config.training.optimizer.name, STARTING_RATES.get(config.training.optimizer.name)
-    if start is None or peak is None or config.training.entrypoint is not None:
+    name = config.training.optimizer.name
+    rates = rates_from_scratch(name)
+    if rates is None or peak is None or config.training.entrypoint is not None:
         return ()
     if config.model.path is not None:
         return _above_known_rates(incident, peak) if name not in _OF_ADAM else ()
-    if peak <= _MUCH_FROM_SCRATCH * start:
+    if peak <= rates[1]:
         return ()
-    much = f"{_MUCH_FROM_SCRATCH * start:g} is already much for a model from scratch"
+    much = f"{rates[1]:g} is already much for a model from scratch"
     return (f"{name} with a peak of {_number(peak)}, where {much}; {_number(incident.lr)} was applied",)
 
 

@@ -39,7 +39,7 @@ from supervisor.curve_shapes import (
 )
 from supervisor.evidence import Evidence, Incident
 from supervisor.journal import Diagnosis
-from supervisor.rate_rules import by_batch
+from supervisor.rate_rules import by_batch, rates_from_scratch
 from worker.contract.config import Config
 from worker.contract.recipe_config import STARTING_RATES
 from worker.contract.replay import Change
@@ -99,7 +99,9 @@ def _half_the_rate(config: Config) -> str:
 
 def _start_of_optimizer(config: Config) -> str:
     rules = config.training.optimizer
-    start = STARTING_RATES.get(rules.name, STARTING_RATES["adamw"]) * (1 if config.model.path is not None else 10)
+    start = STARTING_RATES.get(rules.name, STARTING_RATES["adamw"])
+    if config.model.path is None:
+        start, _ = rates_from_scratch(rules.name) or (start, start)
     return f"training.optimizer.learning_rate: {start:g}, where {rules.name} begins"
 
 

@@ -1,7 +1,8 @@
 """Rules of thumb for the learning rate and its warmup, as rows over what is known of a run.  Pure.
 
 They are two articles' on fine-tuning a trained language model: one goes by the global batch, one by the model's size.
-Where the two differ the wider range holds, and both are named.
+Where the two differ the wider range holds, and both are named.  Of a model from scratch only a rate far above all is
+known to be too much.
 """
 
 import math
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from supervisor.recipe_facts import Facts, Remark
+from worker.contract.recipe_config import STARTING_RATES
 
 _RATE: Final = ("training", "optimizer", "learning_rate")
 _WARMUP: Final = ("training", "schedule", "warmup")
@@ -29,6 +31,8 @@ _FACTORS: Final = {"adamw": (1.0, 1.0), "adam": (1.0, 1.0), "sophia": (1.0, 1.0)
 _OWN_RANGES: Final = {"sgd": (1e-3, 1e-1), "lamb": (1e-4, 1e-2)}
 """Those that have a range of their own: ten times less and ten times more than they begin with here."""
 _HARDLY_LEARNS: Final = 0.1
+_BEGIN_FROM_SCRATCH, _MUCH_FROM_SCRATCH = 10.0, 100.0
+"""Times the rate that an optimizer begins with when a trained model is trained further."""
 
 
 def by_batch(global_batch: int) -> float:
@@ -42,6 +46,12 @@ def by_size(parameters: int) -> tuple[str, tuple[float, float]]:
     return next((name, rates) for most, name, rates in _BY_SIZE if parameters <= most)
 
 
+def rates_from_scratch(optimizer: str) -> tuple[float, float] | None:
+    """A rate to begin with from scratch, and one that is already much; None for an optimizer that nobody knows."""
+    start = STARTING_RATES.get(optimizer)
+    return None if start is None else (_BEGIN_FROM_SCRATCH * start, _MUCH_FROM_SCRATCH * start)
+
+
 def rate_rule(facts: Facts) -> Iterator[Remark]:
     """The rate against optimizer, global batch and size of the model."""
     training = facts.config.training
@@ -49,7 +59,7 @@ def rate_rule(facts: Facts) -> Iterator[Remark]:
     if training.entrypoint is not None or rate is None:
         yield Remark("not checked", _RATE, "your own script decides what the rate is for")
     elif facts.is_from_scratch:
-        yield Remark("not checked", _RATE, "what is known of rates is known of models that are trained already")
+        yield _from_scratch(rate, optimizer)
     elif optimizer in _OWN_RANGES:
         yield from _within(rate, _OWN_RANGES[optimizer], f"{optimizer} has rates of its own")
     elif optimizer not in _FACTORS:
@@ -59,6 +69,14 @@ def rate_rule(facts: Facts) -> Iterator[Remark]:
         yield from _within(rate, (low, high), f"adapters begin at zero, and take {_words(optimizer)} of their own")
     else:
         yield from _full(facts, rate, _FACTORS[optimizer])
+
+
+def _from_scratch(rate: float, optimizer: str) -> Remark:
+    begin, much = rates_from_scratch(optimizer) or (rate, rate)
+    if rate <= much:
+        return Remark("not checked", _RATE, "what is known of rates is known of models that are trained already")
+    message, evidence = f"{rate:g} may well make the loss spike", f"{much:g} is already much for {optimizer} from scratch"
+    return Remark("warning", _RATE, message, evidence, f"set it to {begin:g} to {much:g}")
 
 
 def _within(rate: float, wanted: tuple[float, float], why: str) -> Iterator[Remark]:

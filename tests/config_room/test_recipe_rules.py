@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from supervisor.devices import device_in
-from supervisor.rate_rules import by_batch, by_size, shares_of_warmup
+from supervisor.rate_rules import by_batch, by_size, rates_from_scratch, shares_of_warmup
 from supervisor.recipe_facts import Facts, Remark
 from supervisor.recipe_rules import remarks
 from supervisor.save_interval import SaveCosts, best_interval_s, lost_share
@@ -80,6 +80,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
     "warmup for a large batch": (
         {"training__gradient_accumulation": 64}, {}, "warmup", "4.0% to 10.0% at a global batch of 512", "0.04",
     ),
+    "rate from scratch": ({"model__path": None, "model__config": {"model_type": "llama"},
+        "training__optimizer": {"name": "sgd", "learning_rate": 1.1}}, {}, "learning_rate",
+        "1 is already much for sgd from scratch", "0.1 to 1"),
     "no warmup from scratch": ({"model__path": None, "model__config": {"model_type": "llama"},
         "training__schedule": {"warmup": 0.0}}, {}, "warmup", "adamw from scratch", "0.02"),
     "a batch larger than the data": ({}, {"samples": 20}, "batch_size", "32 (batch size x", "the three 20 at most"),
@@ -124,6 +127,16 @@ def test_where_the_articles_differ_the_wider_range_holds_and_both_are_named() ->
     unsized = replace(facts(recipe(training__optimizer__learning_rate=5e-5)), parameters=None, trained=None)
     assert said(unsized) == []
     assert "learning_rate" in {remark.place[-1] for remark in said(unsized, "not checked")}
+
+
+def test_of_a_model_from_scratch_a_rate_that_is_much_is_the_one_that_diagnose_goes_by() -> None:
+    given = {"model__path": None, "model__config": {"model_type": "llama"}}
+    assert rates_from_scratch("sgd") == (0.1, 1.0)
+    at_the_edge = facts(recipe(**given, training__optimizer={"name": "sgd", "learning_rate": 1.0}))
+    assert said(at_the_edge) == []
+    assert "learning_rate" in {remark.place[-1] for remark in said(at_the_edge, "not checked")}
+    unknown = facts(recipe(**given, training__optimizer={"name": "torch.optim:NAdam", "learning_rate": 9.0}))
+    assert said(unknown) == []
 
 
 def test_the_numbers_are_those_of_the_articles() -> None:

@@ -90,7 +90,9 @@ def test_each_passes_check_with_data_and_a_model(
     more = {"demo": [], "base": ["run.name=b", "training.max_steps=5", "training.optimizer.learning_rate=1e-5"]}
     config = load_config(path, (given if path.stem != "demo" else []) + more.get(path.stem, []))
     result = check(config, str(path))
-    assert (result.errors, result.warnings) == ((), ())
+    assert result.errors == ()
+    expected = ["training.optimizer.learning_rate"] if path.stem == "demo" else []  # it is to explode
+    assert [one.key for one in result.warnings] == expected
     assert f"#SBATCH --nodes={config.cluster.nodes}\n" in result.sbatch
 
 

@@ -29,7 +29,7 @@ def test_a_folder_of_runs_one_process_and_a_submit_into_it(tmp_path: Path) -> No
         house.until(lambda: read_holder(RunDir(tmp_path / "runs")))
         for name in ("one", "two", "three"):
             done = house.higgsfield("submit", f"{name}.yaml")
-            assert (done.returncode, done.stderr) == (0, "")
+            assert done.returncode == 0, done.stderr
             assert f"{name}: the supervisor of every run in" in done.stdout
         runs = [RunDir(tmp_path / "runs" / name) for name in ("one", "two", "three")]
         for run in runs:
