@@ -70,7 +70,8 @@ def submit(args: argparse.Namespace) -> int:
     if fleet is None or read_state(run_dir).is_over:
         reopen(run_dir, config)
     start = _start_worker if is_embedded else _start_supervisor
-    say(f"{config.run.name}: {fleet or start(config, run_dir)}; you may log out now")
+    who = f"{fleet}, for as long as that process lives" if fleet else f"{start(config, run_dir)}; you may log out now"
+    say(f"{config.run.name}: {who}")
     say(f"where it stands: higgsfield status {run_dir.path}")
     say(f"what happened:   higgsfield log {run_dir.path}")
     return OK
@@ -99,12 +100,15 @@ def adopt(args: argparse.Namespace) -> int:
 
 
 def _start_supervisor(config: Config, run_dir: RunDir) -> str:
-    """Start the run's own supervisor, unless it is on its way already; what it is."""
+    """Start the run's own supervisor, unless it is on its way already; what it is, to find it again.
+
+    Of the stand-in's job that is no number: its process starts the supervisor's, and `status` names that one.
+    """
     name = own_job_name(read_state(run_dir))
     scheduler = choose(config.cluster.kind, run_dir.jobs)
     live = scheduler.find(name)
     job_id = live[0].job_id if live else scheduler.submit(supervisor_request(config, run_dir, name))
-    return f"the supervisor is {'process' if isinstance(scheduler, LocalScheduler) else 'job'} {job_id}"
+    return f"the supervisor is {'a process of its own' if isinstance(scheduler, LocalScheduler) else f'job {job_id}'}"
 
 
 def _start_worker(config: Config, run_dir: RunDir) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurm.job import JobState
+from slurm.job import JobState, JobStatus
+from slurm.local import LocalScheduler
 from supervisor import cli, supervise
 from supervisor.config_history import by_key, changes, rate_of_attempt, told_of_scale
 from supervisor.config_history import told as told_of_changes
@@ -25,6 +27,7 @@ from supervisor.journal import (
     RunCreated,
     SupervisorStarted,
 )
+from supervisor.lease import take_lease
 from supervisor.runs import open_or_create, standing
 from supervisor.verbs import going
 from tests.fakes import FakeScheduler
@@ -32,6 +35,7 @@ from tests.supervisor_room.stage import Stage
 from tests.supervisor_room.stage import config as stage_config
 from worker.contract.config import Config, format_config, read
 from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.run_dir import RunDir
 
 
 @pytest.fixture
@@ -189,6 +193,31 @@ def test_a_rollback_that_nobody_supervises_says_so_first_and_names_who_may(
     assert f"its supervisor's job {job_id} supervises it when it starts" in text
     assert "resume" not in text
     assert "the supervisor is" in told(capsys, "submit", str(run.config)), "the run's own file serves too"
+
+
+# -- submit ------------------------------------------------------------------------------------------------------------
+
+
+def test_who_may_log_out_after_a_submit(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(stage.run_dir.config)
+    job_id = supervisors_job(stage)
+    assert f"r: the supervisor is job {job_id}; you may log out now" in told(capsys, "submit", file)
+    runs = take_lease(RunDir(stage.run_dir.path.parent))
+    text = told(capsys, "submit", file)
+    assert f"(process {os.getpid()}), for as long as that process lives" in text
+    assert "log out" not in text, "that process may be the terminal's own"
+    runs.give_up()
+
+    class StandIn(LocalScheduler):
+        def find(self, name: str) -> list[JobStatus]:
+            return list(stage.scheduler.find(name))
+
+    monkeypatch.setattr(going, "choose", lambda *_: StandIn())
+    text = told(capsys, "submit", file)
+    assert "r: the supervisor is a process of its own; you may log out now" in text
+    assert job_id not in text.partition("where it stands")[0], "status names the process that holds the run"
 
 
 # -- another configuration ---------------------------------------------------------------------------------------------
