@@ -117,7 +117,7 @@ def exclude(run: SupervisedRun, decision: Exclude) -> None:
     """Leave a node out of the jobs to come; where the request would not fit without it, say so and keep it."""
     nodes = {*run.state.excluded(run.clock()), decision.node}
     can_be_spared = decision.until is None or can_spare(run.scheduler, partial(_request, run), nodes)
-    kept = "" if can_be_spared else "; it is kept, for the request would not fit without it"
+    kept = "" if can_be_spared else ", but jobs may still go there: the request would not fit without it"
     until = decision.until if can_be_spared else None
     reason = f"{decision.reason}{kept}"
     run.record(NodeExcluded(node=decision.node, until=until, evidence=decision.evidence, reason=reason))

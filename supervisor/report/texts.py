@@ -22,6 +22,7 @@ from supervisor.journal import (
     HangSeen,
     JobSeen,
     LookRecovered,
+    NodeExcluded,
     Plan,
     ProgressMade,
     RolledBack,
@@ -104,6 +105,8 @@ def word_of(event: Event) -> str:
     """One or two words for the kind of an event; its own name in small letters where nothing better is known."""
     if getattr(event, "cause", None) == "resumed":
         return "resumed"
+    if event.event == "NodeExcluded" and getattr(event, "until", None) is None:
+        return "node allowed"
     return _WORDS.get(event.event) or re.sub(r"(?<!^)(?=[A-Z])", " ", event.event).lower()
 
 
@@ -174,6 +177,8 @@ def text_of(event: Event) -> str:
             return f"{event.job_id} is {event.state}{why}{nodes}{times}"
         case SupervisorStarted():
             return f"process {event.pid} on {event.host} holds the run (term {event.term})"
+        case NodeExcluded() if event.until is not None:
+            return f"{event.reason}: no job goes there until {local_time(event.until)}"
         case LookRecovered():
             return f"{event.reason}, after {duration(event.quiet_s)}"
         case _:

@@ -6,6 +6,7 @@ import pytest
 
 from slurm.job import JobState
 from supervisor.journal import NodeExcluded, NodeStruck
+from supervisor.report.texts import text_of, word_of
 from supervisor.runs import standing
 from tests.supervisor_room.stage import CRASHED, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
@@ -52,6 +53,8 @@ def test_a_black_hole_of_a_node_does_not_eat_the_budget(stage: Stage) -> None:
         dies_at_once(stage)
     assert struck(stage) == [(1, "n1"), (2, "n1"), (3, "n2"), (4, "n2")]
     assert [(event.node, event.until is not None) for event in excluded(stage)] == [("n1", True), ("n2", True)]
+    assert word_of(excluded(stage)[0]) == "node excluded"
+    assert "(recovery.node_strikes): no job goes there until " in text_of(excluded(stage)[0])
     assert stage.scheduler.requests[stage.job_id].exclude_nodes == ("n1", "n2")
     stage.start_job()
     stage.train(30)
@@ -80,7 +83,8 @@ def test_a_node_is_kept_when_the_request_would_not_fit_without_it(stage: Stage) 
     dies_at_once(stage)
     [kept] = excluded(stage)
     assert (kept.node, kept.until) == ("n1", None)
-    assert "would not fit without it" in kept.reason
+    assert "jobs may still go there: the request would not fit without it" in kept.reason
+    assert word_of(kept) == "node allowed"
     assert stage.scheduler.requests[stage.job_id].exclude_nodes == ()
 
 
