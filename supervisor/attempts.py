@@ -31,11 +31,15 @@ class Rules:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     memory: str = ""
     """How much memory the configuration needs, for a person."""
+    run: str = ""
+    """The run's folder, for commands that a person is told."""
 
 
 def rules_of(config: Config) -> Rules:
     """What of a configuration decides."""
-    return Rules(config.recovery, config.checkpoint, config.cluster, memory_text(config))
+    return Rules(
+        config.recovery, config.checkpoint, config.cluster, memory_text(config), f"{config.run.dir}/{config.run.name}"
+    )
 
 
 def run_scale(run: RunState) -> float:

@@ -310,7 +310,8 @@ def _healthy(evidence: Evidence, *, is_alone: bool) -> Diagnosis:
     if not branch:
         return Diagnosis(
             symptom="nothing yet", cause="no step was trained", confidence="sure",
-            evidence=("loss_history.json has no record",), next="higgsfield status and its name say what it waits for",
+            evidence=("loss_history.json has no record",),
+            next=f"higgsfield status {evidence.config.run.name} says what it waits for",
         )  # fmt: skip
     losses = [record.loss for record in branch if record.loss is not None]
     fell = f", loss {losses[0]:.4g} at first and {losses[-1]:.4g} now" if losses else ""

@@ -33,4 +33,4 @@ def hold_back(run: RunState, seen: Observation, rules: Rules, decision: Decision
 def _at_the_end(run: RunState, seen: Observation, rules: Rules, reason: str) -> Decision:
     if not job_is_over(run, seen, rules):
         return Wait(f"recovery.mode is observe, so nothing is done: {reason}")
-    return GiveUp(f"the worker ended, and recovery.mode is observe; `higgsfield resume` goes on: {reason}")
+    return GiveUp(f"the worker ended, and recovery.mode is observe; `higgsfield resume {rules.run}` goes on: {reason}")

@@ -75,8 +75,10 @@ def _from_scratch(rate: float, optimizer: str) -> Remark:
     begin, much = rates_from_scratch(optimizer) or (rate, rate)
     if rate <= much:
         return Remark("not checked", _RATE, "what is known of rates is known of models that are trained already")
-    message, evidence = f"{rate:g} may well make the loss spike", f"{much:g} is already much for {optimizer} from scratch"
-    return Remark("warning", _RATE, message, evidence, f"set it to {begin:g} to {much:g}")
+    evidence = f"{much:g} is already much for {optimizer} from scratch"
+    return Remark(
+        "warning", _RATE, f"{rate:g} may well make the loss spike", evidence, f"set it to {begin:g} to {much:g}"
+    )
 
 
 def _within(rate: float, wanted: tuple[float, float], why: str) -> Iterator[Remark]:

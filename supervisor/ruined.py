@@ -6,10 +6,10 @@ from worker.contract.loss_history import ACTED, Record
 from worker.contract.manifest import Health, Manifest, health, rollback_target
 
 
-def ruin(branch: Sequence[Record], manifests: Sequence[Manifest], healthy_after: int) -> str:
+def ruin(branch: Sequence[Record], manifests: Sequence[Manifest], healthy_after: int, run: str) -> str:
     """Why ``final/`` is not to be trusted and where to go back to; empty where nothing speaks against it.
 
-    ``branch`` is the surviving curve, at least its records that are not ``ok`` and the last one.
+    ``branch`` is the surviving curve, at least its records that are not ``ok`` and the last one; ``run`` names the run.
     """
     unanswered = [one for one in branch if one.verdict in ACTED and one.observed and not one.adopted]
     last = manifests[-1] if manifests else None
@@ -25,7 +25,7 @@ def ruin(branch: Sequence[Record], manifests: Sequence[Manifest], healthy_after:
         return f"nobody acted on the {unanswered[-1].verdict} at step {unanswered[-1].step}"
     else:
         return ""
-    return f"{what}; {_way_back(branch, manifests, healthy_after)}"
+    return f"{what}; {_way_back(branch, manifests, healthy_after, run)}"
 
 
 def _nonfinite_at_the_end(branch: Sequence[Record]) -> int:
@@ -38,11 +38,10 @@ def _nonfinite_at_the_end(branch: Sequence[Record]) -> int:
     return len(streak) if any(one.verdict == "nonfinite" for one in streak) else 0
 
 
-def _way_back(branch: Sequence[Record], manifests: Sequence[Manifest], healthy_after: int) -> str:
+def _way_back(branch: Sequence[Record], manifests: Sequence[Manifest], healthy_after: int, run: str) -> str:
     bad = [one for one in branch if one.verdict in ACTED]
     last_step = branch[-1].step if branch else 0
     onset = bad[-1].onset_step if bad and bad[-1].onset_step is not None else last_step
     target = rollback_target(manifests, branch, onset, healthy_after)
-    return (
-        f"`higgsfield rollback RUN --to {target.step}` goes back" if target.step else "no checkpoint lies before that"
-    )
+    back = f"`higgsfield rollback {run} --to {target.step}` goes back"
+    return back if target.step else "no checkpoint lies before that"

@@ -36,11 +36,11 @@ def curve(last: int, bad: range, verdict: str, onset: int) -> list[Record]:
 )
 def test_what_is_told_of_finished_weights(branch: list[Record], is_finite: bool, told: str) -> None:
     manifests = [manifest(20), manifest(40), manifest(60, weights_finite=is_finite)]
-    said = ruin(branch, manifests, 10)
+    said = ruin(branch, manifests, 10, "/runs/r")
     assert said.startswith(told)
     assert bool(said) == bool(told)
     is_bad_at_the_end = "final/" in told
-    assert ("`higgsfield rollback RUN --to 40` goes back" in said) == is_bad_at_the_end
+    assert ("`higgsfield rollback /runs/r --to 40` goes back" in said) == is_bad_at_the_end
 
 
 def test_status_log_and_the_message_say_it(tmp_path: Path) -> None:
@@ -52,6 +52,7 @@ def test_status_log_and_the_message_say_it(tmp_path: Path) -> None:
     stage.settle()
     assert stage.state == "finished"
     clause = "nobody acted on the spike"
+    assert stage.watched.rules.run == str(stage.run_dir.path), "what the commands name"
     assert clause in stage.events[-1].reason
     assert clause in standing(stage.run_dir, in_detail=False)["reason"]
     summary = closing_summary(stage.events, account(stage.events, read_history(stage.run_dir.history), stage.now, 1))
