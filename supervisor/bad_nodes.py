@@ -16,6 +16,7 @@ from supervisor.observation import Observation
 from supervisor.run_state import RunState
 from supervisor.spike_policy import is_at_same_batches
 from worker.contract.exit_report import ExitReport, Outcome
+from worker.contract.pulse import state_in_words
 from worker.contract.recovery_config import RecoveryConfig
 
 MAX_EXCLUSIONS: Final = 3
@@ -74,7 +75,7 @@ def _of_hang(report: ExitReport, is_one_node: bool) -> str | None:
     hang = report.hang
     if hang is None or not (is_one_node or hang.process.startswith("D")):
         return None
-    return f"rank {report.rank} hung there while {hang.phase} after step {hang.step}: {hang.process}"
+    return f"rank {report.rank} hung there while {hang.phase} after step {hang.step}: {state_in_words(hang.process)}"
 
 
 def _of_verdict(run: RunState, seen: Observation) -> Iterator[tuple[str, str]]:

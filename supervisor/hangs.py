@@ -9,7 +9,7 @@ from supervisor.journal import HangSeen
 from supervisor.observation import Observation
 from supervisor.run_state import RunState
 from worker.contract.exit_report import Outcome
-from worker.contract.pulse import hang_limit_s
+from worker.contract.pulse import hang_limit_s, state_in_words
 
 _LATE_PULSE_S: Final = 15.0
 """Pulses come every 5 s, and between two steps."""
@@ -40,7 +40,7 @@ def hang_news(run: RunState, seen: Observation, timeout_s: float) -> Iterator[Ha
         if hang is not None and report.attempt == run.attempt:
             what = f"rank {report.rank} on {report.host} made no progress for {hang.quiet_s:.0f} s"
             reason = f"{what} while {hang.phase} after step {hang.step} ({hang.limit_s:.0f} s are allowed)"
-            state = f"; its process was {hang.process}" if hang.process else ""
+            state = f"; its process was {state_in_words(hang.process)}" if hang.process else ""
             facts = {"phase": hang.phase, "quiet_s": hang.quiet_s, "limit_s": hang.limit_s}
             yield HangSeen(**facts, stacks=stacks, reason=f"{reason}{state}; all stacks: {stacks}")
             return

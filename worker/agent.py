@@ -54,7 +54,7 @@ from worker.contract.claim import FencedError
 from worker.contract.directive import Directive
 from worker.contract.exit_report import TRACEBACK_LINES, ErrorDetail, Outcome
 from worker.contract.files import UnusableFileError
-from worker.contract.pulse import Hang
+from worker.contract.pulse import Hang, state_in_words
 from worker.contract.run_dir import RunDir
 from worker.memory_events import has_more_kills, own_kills
 from worker.staging import clear_own_staging, clear_temporary_files
@@ -280,8 +280,8 @@ class Agent:
         returncode = self.child.poll()
         if returncode is None:
             leave_words(what_proc_says(self.child.pid), self._stacks(directive.attempt))
-            state = process_state(self.child.pid)
-            raise UnkillableTrainerError(f"trainer {self.child.pid} survived SIGKILL: it is in state {state}")
+            state = state_in_words(process_state(self.child.pid))
+            raise UnkillableTrainerError(f"trainer {self.child.pid} survived SIGKILL: it is {state}")
         self._report_trainer(self.child, returncode, end, directive.attempt)
 
     def _start(self, directive: Directive) -> Start:

@@ -6,8 +6,21 @@ from pathlib import Path
 import pytest
 
 from worker.contract.files import read_message
-from worker.contract.pulse import Phase, Pulse, Quiet, collective_timeout_s, hang_limit_s
+from worker.contract.pulse import Phase, Pulse, Quiet, collective_timeout_s, hang_limit_s, state_in_words
 from worker.pulse import Heart
+
+
+@pytest.mark.parametrize(
+    ("process", "told"),
+    [
+        ("T (stopped) in do_signal_stop", "stopped by a signal, in the kernel's do_signal_stop"),
+        ("D (disk sleep)", "waiting for a disk or the network, and cannot be interrupted"),
+        ("Y (new) in some_call", "Y (new), in the kernel's some_call"),
+        ("", ""),
+    ],
+)
+def test_a_state_of_the_kernel_is_told_in_words(process: str, told: str) -> None:
+    assert state_in_words(process) == told
 
 
 @pytest.mark.parametrize(

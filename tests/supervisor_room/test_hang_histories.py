@@ -52,7 +52,7 @@ def test_a_hang_that_the_agents_ended_is_continued_where_it_was(stage: Stage) ->
     stage.settle()
     [hang] = hangs(stage)
     assert (hang.phase, hang.quiet_s, hang.limit_s, hang.stacks) == ("training", 1801.0, 1800.0, "attempts/0001/r0")
-    assert "T (stopped)" in hang.reason
+    assert "its process was stopped by a signal, in the kernel's do_signal_stop; " in hang.reason
     attempt = last_attempt(stage)
     assert (attempt.cause, attempt.resume_from, attempt.where) == ("hang", "checkpoint-20", "same_allocation")
     assert stage.directive.cause == "hang"

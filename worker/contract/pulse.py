@@ -17,6 +17,14 @@ _TIMES_TIMEOUT: Final[dict[Phase, float]] = {
 _TIMES_LONGEST: Final = 10.0
 _MOST_TIMES_TIMEOUT: Final = 4.0
 _LEAST_COLLECTIVE_S: Final = 1800.0
+_STATES: Final = {
+    "R": "running",
+    "S": "asleep, waiting for something",
+    "D": "waiting for a disk or the network, and cannot be interrupted",
+    "T": "stopped by a signal",
+    "t": "held by a debugger",
+    "Z": "dead already",
+}
 
 
 def hang_limit_s(phase: Phase, timeout_s: float, longest_s: float = 0.0) -> float:
@@ -54,6 +62,13 @@ class Hang(Message):
     limit_s: float
     process: str = ""
     """The main thread's state, in the words of /proc."""
+
+
+def state_in_words(process: str) -> str:
+    """``D (disk sleep) in nfs_wait``, as /proc calls a state, for a person; "" stays so."""
+    state, _, function = process.partition(" in ")
+    words = _STATES.get(state[:1], state)
+    return f"{words}, in the kernel's {function}" if function else words
 
 
 class Quiet:
