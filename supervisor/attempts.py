@@ -16,6 +16,7 @@ from worker.contract.exit_report import NO_WORLD_ERROR
 from worker.contract.manifest import Manifest
 from worker.contract.recovery_config import CheckpointConfig, RecoveryConfig
 from worker.contract.run_dir import checkpoint_name
+from worker.contract.words import count
 
 _MOST_TOLD: Final = 3
 """Damaged checkpoints in one reason."""
@@ -60,7 +61,7 @@ def begin(run: RunState, seen: Observation, rules: Rules, plan: AttemptDecided) 
     """Begin the planned attempt, after what must come before it: a budget that lasts, and an old job that is over."""
     limit = rules.recovery.max_attempts_without_progress
     if run.attempts_since_progress >= limit:
-        reason = f"{limit} attempts without a new healthy checkpoint; the last: {plan.reason}"
+        reason = f"{count(limit, 'attempt')} without a new healthy checkpoint; the last: {plan.reason}"
         return GiveUp(reason, tried=run.tried, error=plan.reason)
     where = _where(run, seen, rules)
     if where == "new_job" and not job_is_over(run, seen, rules) and rules.recovery.mode == "act":

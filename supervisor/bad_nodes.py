@@ -18,6 +18,7 @@ from supervisor.spike_policy import is_at_same_batches
 from worker.contract.exit_report import ExitReport, Outcome
 from worker.contract.pulse import state_in_words
 from worker.contract.recovery_config import RecoveryConfig
+from worker.contract.words import count
 
 MAX_EXCLUSIONS: Final = 3
 """Nodes that are excluded without progress in between; then it is not the nodes."""
@@ -105,6 +106,6 @@ def node_to_exclude(run: RunState, now: float, recovery: RecoveryConfig) -> Excl
             counted.setdefault(strike.node, []).append(strike.evidence)
     for node, evidence in counted.items():
         if len(evidence) >= recovery.node_strikes and run.exclusions_since_progress < MAX_EXCLUSIONS:
-            reason = f"{len(evidence)} strikes against {node} (recovery.node_strikes)"
+            reason = f"{count(len(evidence), 'strike')} against {node} (recovery.node_strikes)"
             return Exclude(node, now + ban_s, "; ".join(evidence), reason)
     return None

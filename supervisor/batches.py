@@ -9,9 +9,15 @@ from typing import Final
 
 from worker.contract.directive import SkippedBatches
 from worker.contract.loss_history import BatchPosition
+from worker.contract.words import count
 
 NEAR_BATCHES: Final = 3
 """Two spikes this few batches apart are at the same ones: a lower rate may show the same harm a little later."""
+
+
+def left_out(number: int) -> str:
+    """``7 batches are left out``."""
+    return f"{count(number, 'batch', 'batches')} {'is' if number == 1 else 'are'} left out"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from supervisor.rate_rules import rate_rule, rates_from_scratch, shares_of_warmu
 from supervisor.recipe_facts import Facts
 from supervisor.spike_policy import SOON_AFTER_RESUME
 from worker.contract.loss_history import BatchPosition, Record
+from worker.contract.words import count
 
 Says = Sequence[str]
 
@@ -132,7 +133,7 @@ def after_another_probe(incident: Incident) -> Says:
     if steps >= SOON_AFTER_RESUME or None in (probe.expected, probe.found) or probe.expected == probe.found:
         return ()
     found = f"its probe loss was {_number(probe.expected)} and came out as {_number(probe.found)}"
-    return (f"{steps} steps after the resume from {start.checkpoint}: {found}",)
+    return (f"{count(steps, 'step')} after the resume from {start.checkpoint}: {found}",)
 
 
 def at_once_after_resume(incident: Incident) -> Says:
@@ -249,7 +250,7 @@ def norm_left_first(incident: Incident) -> Says:
     clip = incident.evidence.config.training.max_grad_norm
     return (
         f"gradient norm {_number(first.grad_norm)} at step {first.step}, {_number(norm)} as a rule; "
-        f"the loss left its band {incident.onset - first.step} steps later",
+        f"the loss left its band {count(incident.onset - first.step, 'step')} later",
         "clipping is off" if clip is None else f"clipped to {clip:g}",
     )
 

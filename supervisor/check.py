@@ -18,6 +18,7 @@ from supervisor.recipe_rules import remarks
 from worker.contract.check_report import CheckReport, Found
 from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
+from worker.contract.words import count
 
 _SITE_KEYS = ("partition", "account", "qos", "constraint", "gres", "reservation", "nodelist", "exclude", "mail_user")
 Writer = Callable[[str], str]
@@ -86,16 +87,16 @@ def _memory_line(memory: dict[str, Any]) -> str:
 
 
 def _length_line(time: dict[str, Any]) -> str:
-    epochs = "" if time["epochs"] is None else f", {time['epochs']:.3g} epochs of {time['samples']} samples"
-    return f"training: {time['steps']} steps, {time['global_batch']} samples each{epochs}"
+    epochs = "" if time["epochs"] is None else f", {time['epochs']:.3g} epochs of {count(time['samples'], 'sample')}"
+    return f"training: {count(time['steps'], 'step')}, {count(time['global_batch'], 'sample')} each{epochs}"
 
 
 def _set_lines(name: str, looked: dict[str, Any] | None) -> Iterable[str]:
     if looked is None:
         return
     lengths, samples = looked["lengths"], looked["samples"]
-    told = f"{looked['documents']} documents, {looked['tokens']} tokens"
-    told += f", {samples} samples" if samples is not None else ""
+    told = f"{count(looked['documents'], 'document')}, {count(looked['tokens'], 'token')}"
+    told += f", {count(samples, 'sample')}" if samples is not None else ""
     if lengths:
         told += f"; median {lengths['median']} tokens, 90 % have at most {lengths['p90']}, longest {lengths['longest']}"
     gone = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in looked["left_out"].items())

@@ -9,6 +9,7 @@ from supervisor.evidence import Evidence, is_nonfinite, is_scaler_skip, median_o
 from supervisor.journal import GaveUp, HangSeen, WorkerLeft
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
+from worker.contract.words import count
 
 Says = Sequence[str]
 
@@ -94,7 +95,7 @@ def scaler_at_work(evidence: Evidence) -> Says:
         return ()
     scales = [one.loss_scale for one in evidence.branch if one.loss_scale is not None]
     between = f"; its scale was between {min(scales):g} and {max(scales):g}" if scales else ""
-    return (f"the fp16 scaler skipped {len(skipped)} of {len(evidence.branch)} steps, and went on{between}",)
+    return (f"the fp16 scaler skipped {len(skipped)} of {count(len(evidence.branch), 'step')}, and went on{between}",)
 
 
 # -- how starts ended --------------------------------------------------------------------------------------------------
@@ -187,8 +188,8 @@ def waits_for_data(evidence: Evidence) -> Says:
     waited, whole = sum(one.data_wait_s or 0.0 for one in recent), sum(one.step_s or 0.0 for one in recent)
     if waited < _WAITING * whole:
         return ()
-    workers = evidence.config.data.workers
-    return (f"{waited / whole:.0%} of a step is waiting for data ({waited / len(recent):.2g} s; {workers} workers)",)
+    workers = count(evidence.config.data.workers, "worker")
+    return (f"{waited / whole:.0%} of a step is waiting for data ({waited / len(recent):.2g} s; {workers})",)
 
 
 def slowed_down(evidence: Evidence) -> Says:

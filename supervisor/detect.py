@@ -7,6 +7,7 @@ from typing import Any
 from supervisor.loss_log import Row, read_loss_log
 from worker.contract.loss_history import ACTED
 from worker.contract.recovery_config import SpikeConfig
+from worker.contract.words import count
 from worker.spikes import Detector
 
 
@@ -43,7 +44,7 @@ def examine_log(path: Path, rules: SpikeConfig) -> Examined:
 
 def lines_about(examined: Examined) -> list[str]:
     """What was found, for a person."""
-    steps = f"{len(examined.rows)} training steps, {examined.rows[0].step} to {examined.rows[-1].step}"
+    steps = f"{count(len(examined.rows), 'training step')}, {examined.rows[0].step} to {examined.rows[-1].step}"
     if not examined.verdicts:
         return [f"{examined.file}: {steps}: nothing that calls for a rollback"]
     told = [

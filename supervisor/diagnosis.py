@@ -43,6 +43,7 @@ from supervisor.rate_rules import by_batch, rates_from_scratch
 from worker.contract.config import Config
 from worker.contract.recipe_config import STARTING_RATES
 from worker.contract.replay import Change
+from worker.contract.words import count
 
 STARTING_OF_ADAPTERS: Final = 1e-4
 Subject = TypeVar("Subject", Evidence, Incident)
@@ -323,5 +324,5 @@ def _healthy(evidence: Evidence, *, is_alone: bool) -> Diagnosis:
     others = (f"what interrupted the run was none of the loss: {', '.join(troubles)}",) if troubles else ()
     return Diagnosis(
         symptom="healthy", cause=told, confidence="sure",
-        evidence=(f"{len(branch)} steps without a verdict{fell}", *others), next="nothing",
+        evidence=(f"{count(len(branch), 'step')} without a verdict{fell}", *others), next="nothing",
     )  # fmt: skip

@@ -13,6 +13,7 @@ from supervisor.queue_policy import follow_queue
 from supervisor.run_state import RunState
 from worker.contract.directive import Cause
 from worker.contract.recovery_config import RecoveryConfig
+from worker.contract.words import count
 
 CLAIM_WAIT_S: Final = 60.0
 """How long a running job may take to claim an attempt that was published for it."""
@@ -101,7 +102,7 @@ def why_not_submitted(run: RunState, now: float, recovery: RecoveryConfig) -> st
     recent = [time for time in run.submitted_times if now - time < _HOUR_S]
     if len(recent) >= limit:
         minutes = math.ceil((recent[-limit] + _HOUR_S - now) / 60)
-        return f"{limit} jobs within an hour (recovery.max_submissions_per_hour); the next in {minutes} min"
+        return f"{count(limit, 'job')} within an hour (recovery.max_submissions_per_hour); the next in {minutes} min"
     is_unanswered = run.unanswered_since is not None
     retry_s = _UNANSWERED_RETRY_S if is_unanswered else _SUBMIT_RETRY_S * 2**run.failed_submissions
     if now - run.last_submit_failed_at < retry_s:

@@ -1,7 +1,7 @@
 """What a person's rollback leads to: the word counts, whatever the policy thinks of it.  Pure."""
 
 from supervisor.attempts import Rules, begin, last_step, plan_attempt, run_scale
-from supervisor.batches import as_skips, positions_of, trained_on
+from supervisor.batches import as_skips, left_out, positions_of, trained_on
 from supervisor.decision import Decision
 from supervisor.journal import AttemptDecided, Rollback, RollbackRequested
 from supervisor.observation import Observation
@@ -34,5 +34,5 @@ def _without(seen: Observation, plan: AttemptDecided) -> AttemptDecided:
     """The plan that leaves out every batch that was trained on since its beginning."""
     since = trained_on(seen.trail, plan.resume_step + 1, last_step(seen))
     skipped = as_skips([*positions_of(plan.skip_batches), *since])
-    reason = f"{plan.reason}: {len(since)} batches are left out"
+    reason = f"{plan.reason}: {left_out(len(since))}"
     return plan.model_copy(update={"skip_batches": skipped, "reason": reason})

@@ -30,7 +30,8 @@ def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
     if left is not None and left.outcome is Outcome.DONE:
         step = left.step if left.step is not None else last_step(seen)
         but = ruin(seen.branch, seen.manifests, rules.checkpoint.healthy_after, rules.run)
-        return Finish(step, f"all {step} steps are done{f'; {but}' if but else ''}")
+        done = "its only step is done" if step == 1 else f"all {step} steps are done"
+        return Finish(step, f"{done}{f'; {but}' if but else ''}")
     again = _cancel_again(run, seen)
     if again is not None:
         return again

@@ -157,7 +157,7 @@ def warmup_rule(facts: Facts) -> Iterator[Remark]:
             yield Remark("warning", _WARMUP, message, evidence, "set it to 0.02, or to some hundred steps")
         return
     if warmup >= 1 and facts.max_steps is None:
-        yield Remark("not checked", _WARMUP, f"{warmup:g} steps are a share of an unknown number of steps")
+        yield Remark("not checked", _WARMUP, "it is given in steps, and how many there are in all is not known")
         return
     share = warmup if warmup < 1 else warmup / (facts.max_steps or 1)
     low, high = shares_of_warmup(facts.global_batch)

@@ -9,6 +9,7 @@ from supervisor.rate_rules import rate_rule, warmup_rule
 from supervisor.recipe_facts import SHARE_OF_PEAK, Facts, Remark
 from supervisor.report.figures import size
 from supervisor.save_interval import SaveCosts, best_interval_s, lost_share
+from worker.contract.words import count
 
 _GIB: Final = 2**30
 _H: Final = 3600.0
@@ -217,7 +218,7 @@ def time_rule(facts: Facts) -> Iterator[Remark]:
         return
     hours = steps * step_s / _H
     gpu_hours, most = hours * facts.config.cluster.gpus, facts.config.recovery.max_gpu_hours
-    evidence = f"{steps} steps of about {step_s:.2g} s at {SHARE_OF_PEAK:.0%} of what the GPUs can do"
+    evidence = f"{count(steps, 'step')} of about {step_s:.2g} s at {SHARE_OF_PEAK:.0%} of what the GPUs can do"
     if most is not None and gpu_hours > most:
         mend = f"set it to {1.5 * gpu_hours:.2g}, or train for fewer steps"
         message = f"the run takes about {gpu_hours:.3g} GPU hours, and gives up after {most:g}"

@@ -17,6 +17,7 @@ from worker.contract.manifest import Health, Manifest, UnusableCheckpointError, 
 from worker.contract.recipe_config import STARTING_RATES
 from worker.contract.replay import BadSteps, Change, Replay, Trial
 from worker.contract.run_dir import RunDir
+from worker.contract.words import count
 
 _CHECKPOINT: Final = re.compile(r"(?:a\d+-)?checkpoint-\d+")
 _TENTH: Final = 0.1
@@ -201,7 +202,7 @@ def _trials(config: Config, with_adamw: Config, bad: BadSteps, num_suspects: int
         Trial(change="tenth-rate", what="a tenth of the rate", end_step=end),
         Trial(
             change="without-batches",
-            what=f"without {num_suspects} batches",
+            what=f"without {count(num_suspects, 'batch', 'batches')}",
             end_step=end,
             why_not=None if num_suspects else "the history does not say which batches they are",
         ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from supervisor.attempts import Rules, begin, fresh_moments, plan_attempt, run_scale
-from supervisor.batches import are_near, as_skips, in_words, positions_of, trained_on
+from supervisor.batches import are_near, as_skips, in_words, left_out, positions_of, trained_on
 from supervisor.decision import Decision, GiveUp
 from supervisor.journal import AttemptDecided, Rollback, VerdictSeen
 from supervisor.observation import Observation
@@ -18,6 +18,7 @@ from worker.contract.directive import Cause, Directive, LearningRateRamp, Skippe
 from worker.contract.loss_history import BatchPosition
 from worker.contract.manifest import Health, Manifest, Target, rollback_target
 from worker.contract.run_dir import checkpoint_name
+from worker.contract.words import count
 
 SOON_AFTER_RESUME: Final = 50
 """Steps after a resume within which a spike may come from the restore itself."""
@@ -52,7 +53,8 @@ def answer_verdict(run: RunState, seen: Observation, rules: Rules, verdict: Verd
     answer = _accept(run, seen, rules, verdict)
     limit = rules.recovery.spike.max_rollbacks
     if answer is None and run.rollbacks_since_progress >= limit:
-        reason = f"{limit} rollbacks brought no new healthy checkpoint (recovery.spike.max_rollbacks)"
+        brought = f"{count(limit, 'rollback')} brought no new healthy checkpoint" if limit else "no rollback is allowed"
+        reason = f"{brought} (recovery.spike.max_rollbacks)"
         return GiveUp(f"{reason}; the last: {verdict.reason}", tried=run.tried)
     if answer is None:
         answer = _restore_elsewhere(run, seen, verdict) or _lower_the_rate(run, seen, rules, verdict)
@@ -289,9 +291,8 @@ def _about_skip(
     if is_again or goes_on:
         where = "it goes on right beside the batches left out before" if goes_on else "again at the same batches"
     if skip:
-        count = sum(one.count for one in skip)
         instead = f", instead of {in_words(as_skips(taken_back))}" if taken_back else ""
-        return f"{where}, so {count} batches are left out ({in_words(skip)}{instead})"
+        return f"{where}, so {left_out(sum(one.count for one in skip))} ({in_words(skip)}{instead})"
     if rules.recovery.spike.skip == "never":
         return f"{where}, and recovery.spike.skip is never"
     return f"{where}; none is left out, for that would be more than 1 % of the run's batches"

@@ -13,6 +13,7 @@ from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ExitReport, Outco
 from worker.contract.files import Message
 from worker.contract.pulse import Hang
 from worker.contract.run_dir import checkpoint_step
+from worker.contract.words import count
 
 PEER_GRACE_S = 10.0
 PREEMPTED_GRACE_S = 60.0
@@ -191,7 +192,9 @@ def _start(task: Task, seen: Seen, directive: Directive, past: Past, max_relaunc
     if past.attempt is not None and attempt <= past.attempt:
         return Wait(f"attempt {past.attempt} is over, waiting for a newer directive")
     if relaunched(past, directive).relaunches > max_relaunches:
-        return Leave(past.outcome, f"{max_relaunches} relaunches without a new healthy checkpoint")
+        return Leave(
+            past.outcome, f"{count(max_relaunches, 'relaunch', 'relaunches')} without a new healthy checkpoint"
+        )
     if not is_own(seen.claim, task):
         return TakeClaim(attempt) if task.rank == 0 else Wait(f"waiting for rank 0's claim of attempt {attempt}")
     if seen.ended_as is Outcome.DONE:

@@ -16,6 +16,7 @@ from worker.activations import Saved, as_they_are, saved_by, shapes_only
 from worker.contract.check_report import Found, ModelLook
 from worker.contract.config import Config
 from worker.contract.run_dir import RunDir
+from worker.contract.words import count
 from worker.leaving import RefusedError
 from worker.lora import LoraError, with_adapters
 from worker.models import LIBRARY_ERRORS, ModelError, describe, isolates_documents, one_line
@@ -125,7 +126,7 @@ def _files(folder: Path) -> list[Found]:
             return [Found(level="error", key="model.path", message=f"{index} cannot be read", mend="load it again")]
         gone = [name for name in names if not (folder / name).is_file()]
         if gone:
-            message = f"{len(gone)} of its {len(names)} files of weights are missing, {gone[0]} among them"
+            message = f"of its {count(len(names), 'file')} of weights {len(gone)} cannot be found, {gone[0]} among them"
             return [Found(level="error", key="model.path", message=message, mend="load the model again")]
         return []
     if not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):

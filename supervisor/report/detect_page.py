@@ -6,6 +6,7 @@ from html import escape
 from supervisor.detect import ONE_LOG, Examined
 from supervisor.loss_log import Row
 from supervisor.report.figures import printable
+from worker.contract.words import count
 
 _WIDTH, _HEIGHT, _MARGIN = 960, 260, 8
 _BUCKETS = 800
@@ -47,7 +48,9 @@ def _section(one: Examined) -> str:
     head = "<tr><th>found</th><th>at step</th><th>since step</th><th>row</th></tr>"
     after = f"<p>After the first: {ONE_LOG}.</p>" if len(one.verdicts) > 1 else ""
     said = f"<table>{head}{rows}</table>{more}{after}" if rows else "<p>Nothing that calls for a rollback.</p>"
-    return f"<h2>{escape(printable(str(one.file)))}</h2><p>{len(one.rows)} training steps</p>{_curve(one)}{said}"
+    return (
+        f"<h2>{escape(printable(str(one.file)))}</h2><p>{count(len(one.rows), 'training step')}</p>{_curve(one)}{said}"
+    )
 
 
 def _curve(one: Examined) -> str:

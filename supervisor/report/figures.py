@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Final
 
+from worker.contract.words import count
+
 FAR_S: Final = 14 * 86400.0
 """An expected start further away than this is Slurm's way to say that it does not know."""
 
@@ -80,11 +82,6 @@ def node_hours(node_s: float, whole_s: float | None = None) -> str:
     text = f"{hours:.2f}" if hours < 10 else f"{hours:,.0f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return f"{text} node-hour{'' if text == '1' else 's'}"
-
-
-def count(number: int, noun: str) -> str:
-    """``1 step``, ``1,200 steps``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def share(part: float, whole: float) -> str:

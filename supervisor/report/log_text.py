@@ -27,10 +27,11 @@ from supervisor.journal import (
 )
 from supervisor.report.accounting import Accounting, job_since
 from supervisor.report.diagnosis_text import in_one_line
-from supervisor.report.figures import count, duration, local_clock, local_day, node_hours, printable, share
+from supervisor.report.figures import duration, local_clock, local_day, node_hours, printable, share
 from supervisor.report.interruptions import Interruption, put_back
 from supervisor.report.spans import KINDS
 from supervisor.report.texts import WIDTH, Listing, is_told, lay_out, step_of
+from worker.contract.words import count
 
 _UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 

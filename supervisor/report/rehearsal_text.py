@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from supervisor.rehearsal import FaultRow, RateRow
-from supervisor.report.figures import count, duration, printable, size
+from supervisor.report.figures import duration, printable, size
 from worker.contract.rehearsal import MemoryFound
+from worker.contract.words import count
 
 
 def fault_lines(rows: Sequence[FaultRow], width: int) -> list[str]:

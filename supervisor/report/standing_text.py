@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from supervisor.report.figures import FAR_S, clipped, count, duration, local_clock, local_moment, printable
+from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_moment, printable
 from supervisor.run_state import OVER
+from worker.contract.words import count
 
 Row = dict[str, Any]
 

@@ -34,10 +34,11 @@ from supervisor.journal import (
     WouldHaveDone,
 )
 from supervisor.report.advice import advice
-from supervisor.report.figures import FAR_S, clipped, count, duration, local_time, node_hours, printable
+from supervisor.report.figures import FAR_S, clipped, duration, local_time, node_hours, printable
 from supervisor.report.interruptions import Interruption
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition, LeftOutBatch
+from worker.contract.words import count
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ChangeIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""

@@ -35,6 +35,7 @@ from worker.contract.files import read_message
 from worker.contract.loss_history import read_history
 from worker.contract.rehearsal import Fault, MemoryFound, inflicted
 from worker.contract.run_dir import RunDir
+from worker.contract.words import count
 
 
 def rehearse(args: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ def _throw_faults(args: argparse.Namespace, config: Config) -> int:
     name = free_name(Path(config.run.dir), config.run.name)
     short = rehearsal_config(config, name, faults, steps, is_local=is_local)
     run = _made(args, short, faults)
-    _tell(f"{name}: {steps} steps, {len(faults)} faults; everything is in {run.run_dir.path}")
+    _tell(f"{name}: {count(steps, 'step')}, {count(len(faults), 'fault')}; everything is in {run.run_dir.path}")
     (state,) = carry_out([run])
     run_dir = run.run_dir
     came = {fault: found for fault in faults if (found := inflicted(run_dir, fault)) is not None}
@@ -98,7 +99,8 @@ def _compare_rates(args: argparse.Namespace, config: Config) -> int:
     are_local = isinstance(choose(config.cluster.kind), LocalScheduler)
     runs = [_made(args, short, (), is_quiet=not are_local) for _, short in named]
     how = "one after the other" if are_local else "beside each other"
-    _tell(f"{base}: {steps} steps at each of {len(rates)} rates, {how}; everything is in {config.run.dir}")
+    each = f"{count(steps, 'step')} at each of {count(len(rates), 'rate')}"
+    _tell(f"{base}: {each}, {how}; everything is in {config.run.dir}")
     for together in [[run] for run in runs] if are_local else [runs]:
         carry_out(together)
     rows = []

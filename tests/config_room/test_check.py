@@ -94,7 +94,7 @@ def test_the_length_of_the_run_is_told_in_steps_and_epochs(folder: Path) -> None
     text = check(
         load_config(Path("small.yaml"), ["training.batch_size=8"]), look=lambda config: CheckReport(data=data)
     ).as_text()
-    assert "training: 10 steps, 8 samples each, 0.08 epochs of 1000 samples" in text.splitlines()
+    assert "training: 10 steps, 8 samples each, 0.08 epochs of 1,000 samples" in text.splitlines()
 
 
 def nodes(gres: str, features: str = "", megabytes: str = "1031000") -> str:

@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
     "offloaded beyond main memory": ({"training__extra": {"fsdp": True, "fsdp_config": {"cpu_offload": True}}},
         {"main_memory": 64 * GIB}, "cluster.mem", "GiB are offloaded", "ask for more"),
     "disk too small": ({}, {"free_disk": 10**11}, "checkpoint.keep", "5 of 112 GB at once", "run.dir to a larger disk"),
-    "out of GPU hours": ({"recovery__max_gpu_hours": 1.0}, {}, "max_gpu_hours", "5000 steps of about", "set it to"),
+    "out of GPU hours": ({"recovery__max_gpu_hours": 1.0}, {}, "max_gpu_hours", "5,000 steps of about", "set it to"),
     "bf16 without it": ({"cluster__gres": "gpu:v100:8", "training__extra": {"fsdp": True}}, {}, "precision",
         "Ampere", "fp16"),
 }  # fmt: skip

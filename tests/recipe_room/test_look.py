@@ -98,7 +98,7 @@ WRONG = {
         lambda f: _config(f, model_type="opt", ffn_dim=64, word_embed_proj_dim=32), {}, "data.pack", "see each other",
         "data.pack: false",
     ),
-    "a missing shard": (_index, {}, "model.path", "files of weights are missing", "load the model again"),
+    "a missing shard": (_index, {}, "model.path", "1 cannot be found", "load the model again"),
     "no config": (
         lambda f: (f / "model" / "config.json").unlink(), {"tokenizer": "bytes"}, "model.path", "config.json", "correct"
     ),

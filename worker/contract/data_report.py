@@ -3,6 +3,7 @@
 from typing import Literal
 
 from worker.contract.files import Message
+from worker.contract.words import count
 
 Reason = Literal["broken", "empty", "special_characters", "no_trainable_token", "too_long", "cut"]
 
@@ -26,7 +27,7 @@ class SetReport(Message):
     def said(self) -> str:
         """The counts, for a person."""
         gone = ", ".join(f"{one.count} {reason.replace('_', ' ')}" for reason, one in self.left_out.items())
-        kept = f"{self.documents} documents, {self.tokens} tokens, {self.samples} samples"
+        kept = f"{count(self.documents, 'document')}, {count(self.tokens, 'token')}, {count(self.samples, 'sample')}"
         return f"{kept}; rows that are not used, or not whole: {gone}" if gone else kept
 
 
