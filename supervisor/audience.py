@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from supervisor.journal import Event
+from supervisor.notify import NotSentError
 from supervisor.observation import Observation
 from supervisor.report.screen import Lines, Screen
 from supervisor.run_state import RunState
+from worker.contract.files import UnusableFileError
 
 
 class Listener(Protocol):
@@ -57,7 +59,18 @@ class Audience:
             try:
                 call(listener)
             except Exception as error:  # noqa: BLE001 - a full disk, a dead address or a fault of ours: the run goes on
-                said = f"{type(listener).__name__}: {type(error).__name__}: {error}"
+                said = _said(listener, error)
                 if said not in self._said:
                     self._said.add(said)
                     self.screen.trouble(said)
+
+
+def _said(listener: Listener, error: Exception) -> str:
+    """What went wrong, in words where it may happen to anybody; a fault of ours has its names."""
+    match error:
+        case NotSentError() | UnusableFileError():
+            return str(error)
+        case OSError():
+            return f"{error.filename or type(listener).__name__}: {error.strerror or error}; the run goes on"
+        case _:
+            return f"{type(listener).__name__}: {type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,8 @@ _WHY: Final = {
     _NOT_TAKEN: "did not take a message",
 }
 """By the exit code of the process that hands a message to apprise."""
+_WHY_NOT: Final = {126: ": it may not be run", 127: ": there is no such program"}
+"""By the exit code of a shell."""
 
 
 class NotSentError(Exception):
@@ -178,7 +181,8 @@ class Sending:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             return f"{self.what} took no message within {SEND_WITHIN_S:.0f} s"
-        return f"{self.what} {_WHY.get(code, f'did not take a message (exit code {code})')}" if code else None
+        said = _WHY.get(code, f"did not take a message (exit code {code}{_WHY_NOT.get(code, '')})") if code else ""
+        return f"{self.what} {said}" if code else None
 
 
 def send(number: int, target: str, message: dict[str, Any]) -> Sending:
@@ -197,9 +201,11 @@ def send(number: int, target: str, message: dict[str, Any]) -> Sending:
 
 
 def describe(number: int, target: str) -> str:
-    """A target without its secrets: its place in ``notify``, and its kind."""
-    kind = target.partition(":")[0]
-    return f"notify target {number} ({printable(kind)})"
+    """A target without its secrets: its place in ``notify``, and its kind, with the program's name of a command."""
+    kind, _, command = target.partition(":")
+    program = next((word for word in command.split() if "=" not in word), "") if kind == "command" else ""
+    named = re.fullmatch(r"(?:.*/)?([\w.+-]+)", program)
+    return f"notify target {number} ({printable(kind)}{f' {named[1]}' if named else ''})"
 
 
 def has_apprise() -> bool:
@@ -222,11 +228,16 @@ def ask_targets(config: Told | Config) -> list[CheckedItem]:
     """Send a test to each target of ``notify``; their addresses are not shown."""
     if not config.notify:
         return [CheckedItem("notify", False, "the configuration names nobody", "give `notify` a list of addresses")]
-    mend = "look at the address" if has_apprise() else "pip install 'higgsfield-supervisor[notify]'"
     return [
-        CheckedItem("notify", failure is None, failure or f"{what} took a test", None if failure is None else mend)
-        for what, failure in _try_targets(config)
+        CheckedItem("notify", failure is None, failure or f"{what} took a test", failure and _mend(target))
+        for target, (what, failure) in zip(config.notify, _try_targets(config), strict=True)
     ]
+
+
+def _mend(target: str) -> str:
+    if target.startswith(_COMMAND):
+        return "give the command by hand, with any JSON on its standard input"
+    return "look at the address" if has_apprise() else "pip install 'higgsfield-supervisor[notify]'"
 
 
 def main() -> int:

@@ -116,7 +116,9 @@ def test_a_dead_target_is_said_once_and_changes_nothing(
     audience.progress(RunState(), QUIET)
     audience.close(RunState())
     assert all(process.returncode is not None for process in processes)
-    assert capsys.readouterr().out.count("notify target 1 (command)") == 1
+    said = capsys.readouterr().out
+    assert said.count(f"notify target 1 (command {command.split()[0]})") == 1
+    assert "Error" not in said
 
 
 def test_an_address_is_never_shown(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_doctor_needs_nothing_of_a_configuration_but_who_is_told(
     file.write_text("extends: base.yaml\nrun: {name: r}\nmodel: {path: /not/here}\nnotify: [{command: cat > heard}]\n")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["doctor", "--notify", str(file)]) == cli.OK
-    assert "notify target 1 (command) took a test" in capsys.readouterr().out
+    assert "notify target 1 (command cat) took a test" in capsys.readouterr().out
     assert told(tmp_path / "heard")[0]["title"] == "r: test"
     file.write_text("run: {name: r}\nnotify: 3\n")
     assert cli.main(["doctor", "--notify", str(file)]) == cli.WRONG_INPUT
@@ -186,9 +188,12 @@ def test_doctor_sends_a_test_to_each(tmp_path: Path) -> None:
     heard = tmp_path / "heard"
     items = ask_targets(settings(tmp_path, into(heard), "command: exit 1"))
     assert [(item.ok, item.message) for item in items] == [
-        (True, "notify target 1 (command) took a test"),
-        (False, "notify target 2 (command) did not take a message (exit code 1)"),
+        (True, "notify target 1 (command cat) took a test"),
+        (False, "notify target 2 (command exit) did not take a message (exit code 1)"),
     ]
+    [gone] = ask_targets(settings(tmp_path, "command: TOKEN=secret /nope/tell --loud"))
+    assert "(command tell) did not take a message (exit code 127: there is no such program)" in gone.message
+    assert "by hand" in str(gone.mend)
     assert told(heard)[0]["title"] == "r: test"
     assert [item.ok for item in ask_targets(settings(tmp_path))] == [False]
 
