@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from supervisor.runs import all_runs
+from supervisor.runs import RunError, all_runs, find_run
 from worker.contract.inference import Weights
 
 Verb = Callable[[argparse.Namespace], int]
@@ -64,6 +64,14 @@ def _names_of_runs(parsed_args: argparse.Namespace, **of_argcomplete: Any) -> li
     return [run_dir.path.name for run_dir in all_runs(parsed_args.dir)]
 
 
+def _steps_of_checkpoints(parsed_args: argparse.Namespace, **of_argcomplete: Any) -> list[str]:
+    """What the shell completes a STEP with."""
+    try:
+        return [str(step) for step in find_run(parsed_args.run, parsed_args.dir).checkpoint_steps()]
+    except RunError:
+        return []
+
+
 def _dir(of_verb: argparse.ArgumentParser) -> None:
     of_verb.add_argument("--dir", type=Path, default=Path("runs"), help="where runs live (default: runs)")
 
@@ -95,13 +103,15 @@ def _report(of_verb: argparse.ArgumentParser) -> None:
 
 
 def _rollback(of_verb: argparse.ArgumentParser) -> None:
-    of_verb.add_argument("--to", type=int, required=True, metavar="STEP", help="a checkpoint's; 0 = from scratch")
+    to = of_verb.add_argument("--to", type=int, required=True, metavar="STEP", help="a checkpoint's; 0 = from scratch")
+    to.completer = _steps_of_checkpoints  # type: ignore[attr-defined]
     of_verb.add_argument("--lr-scale", type=float, metavar="X", help="share of the configured rate (default: as now)")
     of_verb.add_argument("--skip", action="store_true", help="leave out all batches since that step")
 
 
 def _pin(of_verb: argparse.ArgumentParser) -> None:
-    of_verb.add_argument("step", type=int, metavar="STEP", help="a checkpoint's step")
+    step = of_verb.add_argument("step", type=int, metavar="STEP", help="a checkpoint's step")
+    step.completer = _steps_of_checkpoints  # type: ignore[attr-defined]
 
 
 def _notify(of_verb: argparse.ArgumentParser) -> None:

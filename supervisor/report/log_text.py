@@ -27,10 +27,10 @@ from supervisor.journal import (
 )
 from supervisor.report.accounting import Accounting, job_since
 from supervisor.report.diagnosis_text import in_one_line
-from supervisor.report.figures import duration, local_clock, local_day, node_hours, printable, share
+from supervisor.report.figures import duration, local_clock, local_day, local_time, node_hours, printable, share
 from supervisor.report.interruptions import Interruption, put_back
 from supervisor.report.spans import KINDS
-from supervisor.report.texts import WIDTH, Listing, is_told, lay_out, step_of
+from supervisor.report.texts import WIDTH, Listing, is_told, lay_out, step_of, word_of
 from worker.contract.words import count
 
 _UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -71,6 +71,10 @@ def log_lines(
 ) -> Iterator[str]:
     """The whole log of the run in ``folder`` from ``since`` on: days, events with their costs, closing summary."""
     costs, listing = costs_of(accounting), Listing(folder)
+    told = [event for event in events if is_told(event)]
+    if told and told[-1].time < since:
+        last = f"the last event was {word_of(told[-1])}, at {local_time(told[-1].time)}"
+        yield printable(f"nothing happened since {local_time(since)}; {last}")
     day = ""
     for number, event in enumerate(events):
         if event.time < since or not is_told(event):

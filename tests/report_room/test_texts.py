@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
+from supervisor.batches import left_out
 from supervisor.diagnosis import diagnose
 from supervisor.evidence import Evidence
 from supervisor.journal import (
@@ -56,8 +57,10 @@ from tests.report_room.stories import (
     refused,
 )
 from tests.supervisor_room.stage import BEGIN, config
+from worker.contract.data_report import SetReport
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition
+from worker.contract.words import count
 
 HIGGSFIELD = str(Path(sys.executable).with_name("higgsfield"))
 pytestmark = pytest.mark.usefixtures("berlin")
@@ -156,6 +159,9 @@ def test_since_leaves_earlier_events_out_and_keeps_the_summary(tmp_path: Path) -
     assert "VERDICT" not in "\n".join(lines)
     assert "is the first of segment 2" in lines[1]
     assert any(line.startswith("Finished at step 100") for line in lines)
+    first, *_ = log_lines(story.events, story.accounting(), story.events[-1].time + 60)
+    assert first.startswith("nothing happened since 2023-11-14 23:")
+    assert "; the last event was FINISHED, at 2023-11-14 23:" in first
 
 
 def test_a_log_that_is_followed_tells_each_event_once_and_ends_with_the_run(tmp_path: Path) -> None:
@@ -334,8 +340,8 @@ def test_when_slurm_expects_a_start_is_told_again_when_it_moves_by_much(tmp_path
     assert standing(stage.run_dir, in_detail=False)["job"]["starts_at"] == 9000.0
 
 
-def test_the_shell_completes_verbs_and_the_names_of_runs(tmp_path: Path) -> None:
-    Slow(tmp_path / "some runs")
+def test_the_shell_completes_verbs_the_names_of_runs_and_their_checkpoints(tmp_path: Path) -> None:
+    steps = list(map(str, one_spike(tmp_path / "some runs").run_dir.checkpoint_steps()))
 
     def words(line: str) -> list[str]:
         with open(tmp_path / "words", "w+") as answer:
@@ -346,6 +352,9 @@ def test_the_shell_completes_verbs_and_the_names_of_runs(tmp_path: Path) -> None
 
     assert {"status", "stop", "submit"} <= set(words("higgsfield s"))
     assert words("higgsfield log --dir 'some runs' r") == ["r"]
+    assert set(steps) <= set(words("higgsfield pin --dir 'some runs' r "))
+    assert words("higgsfield rollback --dir 'some runs' r --to 9") == [step for step in steps if step[0] == "9"] != []
+    assert words("higgsfield rollback --dir 'some runs' nobody --to ") == []
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -378,6 +387,13 @@ def test_sizes_shares_and_node_hours() -> None:
     assert [share(a, 100) for a in (0, 0.4, 50, 99.9, 100)] == ["0 %", "under 1 %", "50 %", "over 99 %", "100 %"]
     shown = [node_hours(s) for s in (0, 12, 3600, 11520, 3600 * 1234)]
     assert shown == ["0 node-hours", "12 node-seconds", "1 node-hour", "3.2 node-hours", "1,234 node-hours"]
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    assert [count(number, "step") for number in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
+    assert [count(number, "batch", "batches") for number in (1, 2)] == ["1 batch", "2 batches"]
+    assert [left_out(number) for number in (1, 2)] == ["1 batch is left out", "2 batches are left out"]
+    assert SetReport(documents=1, tokens=40, samples=1, left_out={}).said() == "1 document, 40 tokens, 1 sample"
 
 
 def test_a_moment_of_another_day_has_its_day() -> None:
