@@ -15,13 +15,13 @@ _ADVICE: Final = {
     "refused": "look at the disk that holds the checkpoints; higgsfield doctor checks it",
     "hang": "look at the stacks in the attempt's folder: they say where each rank stood",
     "out_of_memory": "a smaller training.batch_size with more gradient_accumulation, or activation_checkpointing",
-    "vanished": "the job left no word: jobs/ has its stderr (ID_0_log.err); with Slurm `sacct -j ID` may say why",
+    "vanished": "jobs/ has the job's stderr (ID_0_log.err); a Slurm that keeps accounts may know why: `sacct -j ID`",
     "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
 }
 _AFTER_A_KILL: Final = (
-    "signal 9 leaves no traceback: most often memory ran out, or a person sent it; the node's dmesg names what was "
-    "killed for memory, with Slurm `sacct -j JOB -o State,MaxRSS,ReqMem` what the job used; logs/train.log has its "
-    "last words"
+    "signal 9 leaves no traceback: most often memory ran out, or a person sent it; logs/train.log has its last words, "
+    "`dmesg` or `journalctl -k` on its node names what was killed for memory; a Slurm that keeps accounts knows what "
+    "the job used: `sacct -j JOB -o State,MaxRSS,ReqMem`"
 )
 _AFTER_A_FAULT: Final = (
     "a fault in native code (a driver, a library) or bad memory, and no error of Python: logs/train.log has its last "
