@@ -4,7 +4,7 @@ Everything that comes from files is escaped; the page's own policy forbids it to
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -69,11 +69,13 @@ def render(facts: Facts) -> str:
         log="\n".join(_log(facts)),
         diagnosis="\n".join(_diagnosis(facts.findings)),
         time_bar="".join(_bar(facts.accounting)),
-        time_rows="\n".join(_time_rows(facts.accounting)),
-        attempts="\n".join(_attempts(facts)),
-        checkpoints="\n".join(_checkpoints(facts)),
+        time=_table("kind, what it is, share, time, allocated", _time_rows(facts.accounting)),
+        attempts=_table("attempt, because, from, steps, rate, took, making steps, ended", _attempts(facts))
+        or "<p>No attempt has begun yet.</p>",
+        checkpoints=_table("checkpoint, health, attempt, size", _checkpoints(facts))
+        or "<p>The run has no checkpoint now.</p>",
         config=_text(format_config(without_secrets(facts.config)), keep_lines=True),
-        versions="\n".join(_versions(facts)),
+        versions=_table("software, version", _versions(facts)),
     )
 
 
@@ -158,6 +160,14 @@ def _time_rows(accounting: Accounting) -> Iterator[str]:
             yield _row([key, _text(MEANING[kind]), *map(_text, cells)])
     whole = (share(1, 1), duration(accounting.wall_s), node_hours(accounting.node_s(), whole_s=accounting.node_s()))
     yield _row(["in all", "from the run's making to the last thing known of it", *map(_text, whole)])
+
+
+def _table(head: str, rows: Iterable[str]) -> str:
+    """A table, which a narrow screen scrolls sideways; empty without a row."""
+    body = "\n".join(rows)
+    names = "".join(f"<th scope=col>{name}</th>" for name in head.split(", "))
+    whole = f"<table>\n<thead><tr>{names}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{whole}</div>' if body else ""
 
 
 def _row(cells: Sequence[str]) -> str:

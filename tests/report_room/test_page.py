@@ -67,6 +67,13 @@ def test_every_story_has_a_page_that_stands_alone(tmp_path: Path, name: str) -> 
         assert outside not in page.partition('<script type="application/json"')[0].replace("src=x", "")
 
 
+def test_a_run_without_checkpoints_says_so_and_shows_no_empty_table(tmp_path: Path) -> None:
+    page = render(Facts(config(tmp_path), [], [], Story([], []).accounting(), [], 0.0))
+    assert "<p>The run has no checkpoint now.</p>" in page
+    assert "<p>No attempt has begun yet.</p>" in page
+    assert "<tbody>\n\n</tbody>" not in page
+
+
 def test_what_comes_from_files_is_escaped(tmp_path: Path) -> None:
     story = one_spike(tmp_path).story
     events = [event.model_copy(update={"reason": EVIL}) for event in story.events]
@@ -227,6 +234,17 @@ def test_what_comes_from_files_runs_nothing(opened: Any, tmp_path: Path) -> None
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": EVIL})})
     one = opened(page_of(Story(events, story.records), settings))
     assert one.page.title().startswith("</script>")
+
+
+def test_a_table_that_goes_on_beyond_a_narrow_screen_has_a_shadow_there(opened: Any, tmp_path: Path) -> None:
+    one = opened(page_of(recorded("demo"), config(tmp_path)), viewport={"width": 400, "height": 800})
+    table = one.page.locator(".scroll", has_text="making steps")
+    wide, shown = (table.evaluate(f"each => each.{name}") for name in ("scrollWidth", "clientWidth"))
+    assert wide > shown
+    assert "linear-gradient" in table.evaluate("each => getComputedStyle(each).backgroundImage")
+    table.focus()
+    one.page.keyboard.press("ArrowRight")
+    one.page.wait_for_function("() => [...document.querySelectorAll('.scroll')].some((each) => each.scrollLeft > 0)")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
