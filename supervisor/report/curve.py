@@ -11,6 +11,8 @@ _BRAILLE: Final = 0x2800
 _DOTS: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """By row and column within a character."""
 _LABEL: Final = 9
+_ROOM_FOR_A_SPIKE: Final = 4.0
+"""Times what the curve that counts reaches, above it."""
 
 
 def curve_lines(
@@ -18,14 +20,15 @@ def curve_lines(
 ) -> list[str]:
     """``rows`` lines of at most ``columns`` characters: a scale, and both curves; an abandoned one is dotted.
 
-    The scale is that of the curve that counts: an abandoned branch may leave it at the top. It is logarithmic where the
-    values span more than a factor of twenty.
+    The scale is that of the curve that counts, with room for a spike of an abandoned branch; one that is far higher
+    leaves it at the top. It is logarithmic where the values span more than a factor of five.
     """
     width = max(1, columns - _LABEL - 1)
     values = _finite(kept) or _finite(left)
     if not values or rows < 1:
         return [""] * rows
-    scale = _Scale(min(values), max(values))
+    most = max(values) + _ROOM_FOR_A_SPIKE * abs(max(values))
+    scale = _Scale(min(values), max([*values, *(min(value, most) for value in _finite(left))]))
     first = min(step for step, _ in (*kept, *left))
     last = max(step for step, _ in (*kept, *left))
     down, across = (4, 2) if is_unicode else (1, 1)
@@ -50,7 +53,7 @@ class _Scale:
     """From a value to its share of the height."""
 
     def __init__(self, low: float, high: float) -> None:
-        self._is_log = low > 0 and high > 20 * low
+        self._is_log = low > 0 and high > 5 * low
         room = 0.0 if self._is_log else (high - low) * 0.05 or abs(high) * 0.1 or 1.0
         self.low, self.high = low - room, high + room
         if low >= 0:

@@ -4,9 +4,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from supervisor.journal import Continued, Event, GaveUp, Preempted, RolledBack, Stopped, VerdictSeen
+from supervisor.journal import Continued, Event, GaveUp, Preempted, RolledBack, SegmentStarted, Stopped, VerdictSeen
 from supervisor.report.curve import Point, curve_lines, mark_line
 from supervisor.report.figures import clipped, clipped_list, duration, local_clock, local_moment, local_time, printable
+from supervisor.report.log_text import milestones
 from supervisor.report.page_data import kind_of
 from supervisor.report.standing_text import facts_of
 from supervisor.report.texts import is_told, text_of, word_of
@@ -40,22 +41,32 @@ def frame(
         _figures(row, kept, columns),
         *_where(row, columns, now),
     ]
-    told = [event for event in events if is_told(event)]
     num_told = max(3, min(8, rows // 5))
     height = max(3, rows - len(top) - num_told - 3)
     chart = curve_lines(_points(kept), _points(left), columns, height, is_unicode=is_unicode)
     first, last = _reach([*left, *kept])
     marks = list(_marks(events))
     chart.append(mark_line(marks, first, last, columns))
-    lines = [*top, *chart, *(_event(event) for event in told[-num_told:])]
+    lines = [*top, *chart, *map(_event, _last_events(events, num_told))]
     lines = [clipped(printable(line), columns) for line in lines][: rows - 1]
-    return [*lines, *[""] * (rows - 1 - len(lines)), _hint({letter for _, letter in marks}, bool(left), columns)]
+    return [*lines, *[""] * (rows - 1 - len(lines)), _hint({letter for _, letter in marks}, left, columns)]
 
 
-def _hint(letters: set[str], has_left: bool, columns: int) -> str:
+def _hint(letters: set[str], left: Sequence[Record], columns: int) -> str:
     """What the marks that are there mean, as far as there is room; how to leave comes first."""
     said = [f"{letter} {meaning}" for letter, meaning in _MARKS.items() if letter in letters]
-    return clipped_list([_QUIT, *said, *(["dotted: abandoned"] if has_left else [])], columns)
+    losses = [record.loss for record in left if record.loss is not None]
+    dotted = f"dotted: abandoned{f', up to {max(losses):.4g}' if losses else ''}"
+    return clipped_list([_QUIT, *said, *([dotted] if left else [])], columns)
+
+
+def _last_events(events: Sequence[Event], most: int) -> list[Event]:
+    """The newest ones, half of them kept for what matters: the start of a job must not hide the rollback before it."""
+    told = [number for number, event in enumerate(events) if is_told(event)]
+    begun = {number for number in told if getattr(events[number], "cause", None) == "first"}
+    telling = sorted(milestones(events) & set(told) - begun)[-(most // 2) :]
+    others = [number for number in told if number not in telling]
+    return [events[number] for number in sorted([*telling, *others[len(telling) - most :]])]
 
 
 def _title(row: dict[str, Any], columns: int, now: float) -> str:
@@ -89,9 +100,10 @@ def _estimate(row: dict[str, Any], events: Sequence[Event], now: float) -> list[
         return ["no estimate while no step is made"]
     told = [f"done {local_moment(row['eta'], now)}", f", in {duration(row['eta'] - now)}"]
     was_paused = any(isinstance(event, Stopped | GaveUp) for event in events)
-    if was_paused or not row["step"] or not events:
+    starts = [event for event in events if isinstance(event, SegmentStarted)]
+    if was_paused or not row["step"] or len(starts) < 2:
         return told
-    with_trouble = (now - events[0].time) / row["step"] * (row["max_steps"] - row["step"])
+    with_trouble = (now - starts[0].time) / row["step"] * (row["max_steps"] - row["step"])
     is_much_later = with_trouble > 1.2 * (row["eta"] - now)
     return [*told, f" ({duration(with_trouble)} if interrupted as so far)"] if is_much_later else told
 

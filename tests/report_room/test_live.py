@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from supervisor.journal import JobSeen, RolledBack, SegmentStarted
 from supervisor.live import Curves
 from supervisor.report.curve import curve_lines, mark_line
 from supervisor.report.frame import frame
@@ -87,6 +88,29 @@ def test_a_number_that_is_not_finite_leaves_a_gap_and_extremes_are_seen() -> Non
     assert lines[-1].split()[0] == "1"
     assert curve_lines([], [], 40, 3) == ["", "", ""]
     assert mark_line([(1, "V"), (5, "R"), (9, "X")], 1, 5, 20) == f"{'':10}V        R"
+
+
+def test_a_spike_has_room_and_one_far_above_all_leaves_the_curve_readable() -> None:
+    kept = [(float(step), 2.0) for step in range(1, 50)]
+    top = curve_lines(kept, [(50.0, 8.0)], 40, 10)[0]
+    assert float(top.split()[0]) >= 8.0
+    far = curve_lines(kept, [(50.0, 1e9)], 40, 10)
+    assert float(far[0].split()[0]) < 20
+    assert "up to 17.49" in picture(recorded("demo"))[-1]
+
+
+def test_the_last_events_keep_the_rollback_and_a_queue_is_no_interruption() -> None:
+    story = recorded("demo")
+    rolled = next(number for number, event in enumerate(story.events) if isinstance(event, RolledBack))
+    trivial = [JobSeen(job_id="1", state="RUNNING", time=story.events[rolled].time + 1)] * 20
+    lines = picture(Story([*story.events[: rolled + 1], *trivial], story.records))
+    assert sum("ROLLED BACK" in line for line in lines) == 1
+    assert sum(" is RUNNING" in line for line in lines[-4:]) == 2
+    begun = next(event for event in story.events if isinstance(event, SegmentStarted))
+    waited = [event.model_copy(update={"time": event.time - 9e4}) for event in story.events if event.time < begun.time]
+    assert "interrupted" not in picture(Story([*waited, begun], story.records))[1]
+    later = begun.model_copy(update={"time": begun.time + 9e4, "segment": 2})
+    assert "if interrupted as so far" in picture(Story([*waited, begun, later], story.records), columns=120)[1]
 
 
 def test_an_abandoned_branch_is_told_from_the_curve_that_counts(tmp_path: Path) -> None:
