@@ -10,6 +10,7 @@ import pwd
 from slurm.job import JobState
 from slurm.scheduler import SchedulerError
 from supervisor.attempt_actions import begin_attempt, diagnosis_of, directive_of, published_directive
+from supervisor.believed import believed
 from supervisor.decision import (
     AskToStop,
     Begin,
@@ -133,4 +134,7 @@ def _give_up(run: SupervisedRun, decision: GiveUp) -> None:
     if is_live and state.job_id is not None and not (state.job and JobState(state.job.state).is_over):
         cancel(run, state.job_id, "the run gives up")
     newest = max((each.step for each in complete_checkpoints(run.run_dir)), default=None)
-    run.record(GaveUp(tried=decision.tried, error=decision.error, saved_step=newest, reason=decision.reason))
+    verdict = state.verdict
+    diagnosis = believed(run.run_dir, state.attempt, verdict.step) if verdict is not None else None
+    told = {"tried": decision.tried, "error": decision.error, "reason": decision.reason}
+    run.record(GaveUp(**told, saved_step=newest, diagnosis=diagnosis))

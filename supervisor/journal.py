@@ -332,6 +332,8 @@ class GaveUp(EventBase):
     error: str | None = None
     saved_step: int | None = None
     """Step of the newest checkpoint; None = there is none."""
+    diagnosis: Diagnosis | None = None
+    """What is believed of the verdict that it gave up over; None = nothing, or there was none."""
 
 
 Event = (

@@ -15,11 +15,12 @@ from typing import Any
 from slurm.job import JobState
 from supervisor.budget import gpu_hours
 from supervisor.config_history import by_key
-from supervisor.fold import replay
+from supervisor.fold import ending_of, replay
 from supervisor.job_policy import why_not_submitted
-from supervisor.journal import Event, RunCreated, SegmentStarted, read_journal
+from supervisor.journal import Event, GaveUp, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
 from supervisor.pace import estimate, still_since, unread_text
+from supervisor.report.advice import after_giving_up
 from supervisor.run_state import OVER, RunState
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
@@ -311,4 +312,7 @@ def _details(run_dir: RunDir, config: Config, state: RunState, events: list[Even
         for each in state.excluded(time.time()).values()
     ]
     last_events = [event.model_dump(mode="json") for event in events[-10:]]
-    return {"checkpoints": checkpoints, "excluded": excluded, "budgets": budgets, "events": last_events}
+    ending = ending_of(events)
+    tried = after_giving_up(ending) if isinstance(ending, GaveUp) else []
+    told = {"checkpoints": checkpoints, "excluded": excluded, "budgets": budgets, "events": last_events}
+    return told | {"try": tried}

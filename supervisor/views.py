@@ -102,7 +102,7 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
         width = shutil.get_terminal_size().columns if out.isatty() else None
         print("\n".join(list_lines(rows, now, width)), file=out)
     for row in rows if in_detail else []:
-        listing = Listing()
+        listing = Listing(told=set(row.get("try", [])))
         print("\n".join(detail_lines(row, now, columns(out))), file=out)
         for event in filter(is_told, map(parse_event, row.get("events", []))):
             print("\n".join(f"  {line}" for line in entry_lines(event, None, columns(out), listing)), file=out)

@@ -2,10 +2,11 @@
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from supervisor.journal import Continued, Event, GaveUp, RolledBack
+from worker.contract.config import Config
 
 _LOWER: Final = "a lower training.optimizer.learning_rate, a longer training.schedule.warmup"
 _ADVICE: Final = {
@@ -18,6 +19,7 @@ _ADVICE: Final = {
     "vanished": "jobs/ has the job's stderr (ID_0_log.err); a Slurm that keeps accounts may know why: `sacct -j ID`",
     "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
 }
+_KEY: Final = re.compile(rf"\b({'|'.join(Config.model_fields)})\.[a-z_]+")
 _AFTER_A_KILL: Final = (
     "signal 9 leaves no traceback: most often memory ran out, or a person sent it; logs/train.log has its last words, "
     "`dmesg` or `journalctl -k` on its node names what was killed for memory; a Slurm that keeps accounts knows what "
@@ -52,23 +54,26 @@ def advice(event: Event) -> Iterator[tuple[str, str]]:
             yield "try", _after_crash(event.reason) or _ADVICE["crash"]
         case RolledBack() | Continued() if event.cause in _ADVICE:
             yield "try", _ADVICE[event.cause]
-        case GaveUp() if event.saved_step is None:
-            yield from _of_last_crash(event)
-            yield "try", _NOTHING_TO_LOSE
         case GaveUp():
-            yield from _of_last_crash(event)
-            yield (
-                "try",
-                "change what the diagnosis names in the run's config.yaml, then higgsfield resume: budgets begin anew",
-            )
+            found = after_giving_up(event)
+            yield from (("try", text) for text in found)
+            yield "try", _NOTHING_TO_LOSE if event.saved_step is None else f"{first(found)}, then higgsfield resume"
         case _:
             return
 
 
-def _of_last_crash(event: GaveUp) -> Iterator[tuple[str, str]]:
-    told = _after_crash(event.reason)
-    if told is not None:
-        yield "try", told
+def after_giving_up(event: GaveUp) -> list[str]:
+    """What is known to be worth trying before a run that gave up goes on; [] for nothing."""
+    memory = _ADVICE["out_of_memory"] if event.reason.startswith("out of memory") else None
+    settings = event.diagnosis.next if event.diagnosis is not None else None
+    return [text for text in (_after_crash(event.reason), memory, settings) if text is not None]
+
+
+def first(found: Sequence[str]) -> str:
+    """What comes before a resume of a run that gave up, where ``found`` is worth trying."""
+    if any(_KEY.search(text) for text in found):
+        return "set that in the run's config.yaml"
+    return "do that" if found else "mend what made it give up"
 
 
 def _after_crash(reason: str) -> str | None:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from supervisor.report.advice import first
 from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_moment, printable
 from supervisor.run_state import OVER
 from worker.contract.words import count
@@ -181,7 +182,10 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
     if row["reason"]:
         yield "last", row["reason"]
     if row["state"] == "gave_up":
-        yield "go on", f"as it is it may give up again: change its config.yaml, then higgsfield resume {row['dir']}"
+        found = row.get("try", [])
+        for number, text in enumerate(found):
+            yield "" if number else "try", text
+        yield "go on", f"{first(found)}, then higgsfield resume {row['dir']}; as it is it may give up again"
     if row["state"] == "finished":
         yield "model", f"{row['dir']}/final"
         yield "report", f"{row['dir']}/report.html"

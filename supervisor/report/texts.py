@@ -202,7 +202,7 @@ def details_once(event: Event, cost: Interruption | None, listing: Listing) -> l
     told = listing.told
     details = [(label, _untold(label, text, told)) for label, text in details_of(event, cost, listing.folder)]
     told |= {text_of(event), *(text for label, text in details if label == "try")}
-    return [(label, text) for label, text in details if text]
+    return [detail for number, detail in enumerate(details) if detail[1] and detail not in details[:number]]
 
 
 def _untold(label: str, text: str, told: Collection[str]) -> str:

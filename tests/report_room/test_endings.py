@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from supervisor.report.standing_text import list_lines
 from supervisor.report.texts import WIDTH, Listing, details_of, step_of
 from supervisor.requests import Request
 from supervisor.runs import standing
+from supervisor.views import show_standing
 from tests.report_room.stories import Slow, a_start, healthy, refused
 from tests.supervisor_room.stage import BEGIN, Stage
 from worker.contract.directive import SkippedBatches
@@ -92,7 +94,7 @@ def test_nobody_is_sent_to_a_traceback_that_a_kill_cannot_leave(tmp_path: Path) 
     assert "another rank ended first" in tried("the worker was ended by its agent: rank 1 on n1: the trainers of [0]")
     assert tried("the worker crashed: rank 0 on n1: KeyError: 'x'").startswith("the traceback is in")
     given_up = GaveUp(reason=f"10 attempts without a new healthy checkpoint; the last: {again.reason}", saved_step=30)
-    assert [text[:8] for label, text in details_of(given_up) if label == "try"] == ["signal 9", "change w"]
+    assert [text[:8] for label, text in details_of(given_up) if label == "try"] == ["signal 9", "do that,"]
 
 
 def test_a_run_that_was_only_watched_says_what_would_have_been_made(tmp_path: Path) -> None:
@@ -136,7 +138,31 @@ def test_where_no_checkpoint_would_be_lost_the_advice_is_to_mend_or_to_begin_ane
     last = stage.events[-1]
     assert isinstance(last, GaveUp)
     assert last.saved_step == 30
-    assert "config.yaml, then higgsfield resume" in dict(details_of(last))["try"]
+    assert dict(details_of(last))["try"] == "mend what made it give up, then higgsfield resume"
+
+
+def test_a_run_that_gave_up_names_the_keys_to_change_where_they_are_known(tmp_path: Path) -> None:
+    stage = Slow(tmp_path, recovery={"spike": {"max_rollbacks": 0}})
+    stage.start_after(5)
+    stage.train(38, "spike", onset=36, loss=9.0)
+    stage.leave(Outcome.VERDICT)
+    stage.settle()
+    last = stage.events[-1]
+    assert isinstance(last, GaveUp)
+    assert last.diagnosis is not None
+    tried = [text for label, text in details_of(last) if label == "try"]
+    assert tried == [last.diagnosis.next, "set that in the run's config.yaml, then higgsfield resume"]
+    assert "recovery.spike.skip" in tried[0]
+    out = io.StringIO()
+    show_standing([standing(stage.run_dir, in_detail=True)], True, stage.run_dir.path.parent, out)
+    told = " ".join(out.getvalue().split())
+    assert f"try {tried[0]} go on set that" in told
+    assert told.count(tried[0]) == 1
+    assert f"then higgsfield resume {stage.run_dir.path}; as it is it may give up again" in told
+    nothing = last.model_copy(update={"diagnosis": None})
+    assert dict(details_of(nothing))["try"] == "mend what made it give up, then higgsfield resume"
+    memory = nothing.model_copy(update={"reason": "out of memory again, without a new healthy checkpoint: ..."})
+    assert "training.batch_size" in details_of(memory)[0][1]
 
 
 def test_a_long_reason_is_cut_at_the_terminals_width(tmp_path: Path) -> None:
