@@ -28,6 +28,7 @@ from supervisor.journal import (
     RollbackRequested,
     RolledBack,
     RunCreated,
+    SaveAnswered,
     SegmentStarted,
     StartMoved,
     Stopped,
@@ -64,7 +65,7 @@ def apply(run: RunState, event: Event) -> RunState:
 
 def _says_why(run: RunState, after: RunState, event: Event) -> bool:
     """Whether an event's reason is why the run stands where it stands; what comes after an ending is not."""
-    if isinstance(event, ProgressMade | Pinned):
+    if isinstance(event, ProgressMade | Pinned | SaveAnswered):
         return False  # a healthy checkpoint every few minutes would soon hide what else there is to know
     return not (run.is_over and after.state == run.state)
 
@@ -131,6 +132,8 @@ def _apply(run: RunState, event: Event) -> RunState:
             return _ask_rollback(run, event)
         case Pinned():
             return replace(run, pinned=tuple(sorted({*run.pinned, event.to})))
+        case SaveAnswered():
+            return replace(run, save_answered_at=event.saved_at)
         case ResumeRequested():
             return _reopen(run)
         case Finished():

@@ -50,6 +50,8 @@ class SupervisorStarted(EventBase):
     pid: int
     job_id: str | None = None
     """The job that it runs in; None = in none."""
+    free_since: float | None = None
+    """The last sign of the supervisor before, UTC seconds; None = there was none, or the run was over."""
 
 
 class Cost(Message):
@@ -308,6 +310,13 @@ class Pinned(EventBase):
     to: int
 
 
+class SaveAnswered(EventBase):
+    event: Literal["SaveAnswered"] = "SaveAnswered"
+    step: int
+    saved_at: float
+    """When the checkpoint was made, by the worker's clock; UTC seconds."""
+
+
 class ResumeRequested(EventBase):
     event: Literal["ResumeRequested"] = "ResumeRequested"
     by: str
@@ -366,6 +375,7 @@ Event = (
     | StopRequested
     | RollbackRequested
     | Pinned
+    | SaveAnswered
     | ResumeRequested
     | Finished
     | Stopped

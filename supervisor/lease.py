@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -83,6 +83,8 @@ class Lease:
     beaten_at: float
     own: OwnJob = field(default_factory=lambda: NO_JOB)
     """The job that the holder runs in."""
+    free_since: float | None = None
+    """The last sign of the holder before, UTC seconds of the disk's clock; None where there was none."""
 
     @property
     def term(self) -> int:
@@ -147,8 +149,16 @@ def take_lease(
         now = read_holder(run_dir)
         if now is not None and now.holder not in nobody and (before is None or now.holder != before.holder):
             raise HeldError(f"{run_dir.path}: {describe(now)}")
-        last = _read(run_dir)
-        return _write(run_dir, (last.term if last else 0) + 1, own)
+        last, free_since = _read(run_dir), _last_sign(run_dir)
+        return replace(_write(run_dir, (last.term if last else 0) + 1, own), free_since=free_since)
+
+
+def _last_sign(run_dir: RunDir) -> float | None:
+    """When the lease was last written: a beat, or a holder that gave it up."""
+    try:
+        return run_dir.lease.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _is_superseded(holder: LeaseFile, own: OwnJob) -> bool:

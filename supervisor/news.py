@@ -16,6 +16,7 @@ from supervisor.journal import (
     JobSeen,
     Preempted,
     ProgressMade,
+    SaveAnswered,
     SegmentStarted,
     StopRequested,
     VerdictSeen,
@@ -27,6 +28,7 @@ from supervisor.run_state import RunState
 from worker.contract.exit_report import WAITS_FOR_A_DIRECTIVE, ExitReport, Outcome
 from worker.contract.loss_history import Record
 from worker.contract.manifest import Health, health
+from worker.contract.run_dir import checkpoint_name
 
 ABSENT: Final = "the scheduler does not know it"
 _ESTIMATE_MOVED_S: Final = 1800.0
@@ -42,6 +44,7 @@ def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event
     yield from _drain_news(run, seen)
     yield from _history_news(run, seen)
     yield from _worker_news(run, seen)
+    yield from _save_file_news(run, seen)
     healthy = [m.step for m in seen.manifests if health(m, seen.branch, healthy_after) is Health.HEALTHY]
     if healthy and healthy[-1] > run.healthy_step:
         yield ProgressMade(healthy_step=healthy[-1], reason=f"checkpoint-{healthy[-1]} is healthy")
@@ -52,6 +55,14 @@ def _stop_file_news(run: RunState, seen: Observation) -> Iterator[StopRequested]
     asks = seen.request is not None and seen.request.verb == "stop"  # the verb's own word, said already
     if seen.has_stop_file and run.stop_by is None and not asks:
         yield StopRequested(by=STOP_FILE, reason=f"{STOP_FILE} asked for a stop")
+
+
+def _save_file_news(run: RunState, seen: Observation) -> Iterator[SaveAnswered]:
+    """Checkpoints that the file SAVE asked for; the worker removes it, so that it is seldom seen itself."""
+    for made in seen.manifests:
+        if made.asked and made.time > run.save_answered_at:
+            reason = f"a SAVE file asked for it: {checkpoint_name(made.step)} is whole"
+            yield SaveAnswered(step=made.step, saved_at=made.time, reason=reason)
 
 
 def _job_news(run: RunState, seen: Observation) -> Iterator[Event]:

@@ -125,6 +125,8 @@ class RunState:
     """A person's rollback that is not carried out yet."""
     last_asked_at: float | None = None
     """When the newest rollback in the journal was asked for: what tells it from the next one."""
+    save_answered_at: float = 0.0
+    """When the newest checkpoint that a file SAVE asked for, and that is told, was made."""
     pinned: tuple[int, ...] = ()
     """Steps of the checkpoints that a person wants to be kept."""
     look_failed_at: float | None = None

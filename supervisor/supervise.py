@@ -154,8 +154,13 @@ def take_up(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease,
     _clear_leftovers(run_dir)
     listeners = TensorBoard(run_dir, lease.check), ReportAtTheEnd(run_dir), Notifier(run_dir, config)
     audience = Audience(screen, listeners)
-    started = SupervisorStarted(host=lease.file.host, pid=os.getpid(), job_id=lease.own.job_id or None)
     state = read_state(run_dir)
+    started = SupervisorStarted(
+        host=lease.file.host,
+        pid=os.getpid(),
+        job_id=lease.own.job_id or None,
+        free_since=None if state.is_over else lease.free_since,
+    )
     run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, introduction=started)
     return Watched(run, audience)
 

@@ -278,7 +278,8 @@ class StepsCallback(TrainerCallback):
         state = self._attached.trainer.state
         is_scheduled = self._asked is Ask.NOTHING and state.global_step < state.max_steps
         try:
-            save_checkpoint(self._attached, original, model, trial, may_be_beside=is_scheduled)
+            is_asked = self._asked is Ask.SAVE
+            save_checkpoint(self._attached, original, model, trial, may_be_beside=is_scheduled, is_asked=is_asked)
         except OSError:  # a successor removes, under a zombie's hands, what that one has not published
             if self._attached.files is not None:
                 self._attached.files.check()

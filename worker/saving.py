@@ -86,17 +86,19 @@ class _Staged:
         return self.folder / f"rank-{world.rank()}"
 
 
-def save_checkpoint(attached: Attached, original: Any, model: Any, trial: Any, may_be_beside: bool = False) -> None:
+def save_checkpoint(
+    attached: Attached, original: Any, model: Any, trial: Any, *, may_be_beside: bool = False, is_asked: bool = False
+) -> None:
     """In place of the Trainer's ``_save_checkpoint``: the same files, whole, with ours, and with our retention.
 
     Every rank calls it at the same step and returns when the checkpoint is published; FencedError, and nothing
     published, where the run is somebody else's by then. Where it ``may_be_beside`` the training, and there is memory
-    for that, all return when rank 0 has a copy, and a thread of its own does the rest.
+    for that, all return when rank 0 has a copy, and a thread of its own does the rest. ``is_asked``: by a file SAVE.
     """
     began, step, background = time.monotonic(), attached.trainer.state.global_step, attached.background
     attached.heart.beat("saving", step)
     is_beside = background is not None and world.from_rank_zero(lambda: _is_beside(attached, may_be_beside))
-    as_of = _as_of_now(attached)
+    as_of = _as_of_now(attached, is_asked)
     start = attached.context.start
     folder = attached.context.run.staged(start.attempt, start.restart, step)
     with digesting_torch_save() as digests, ExitStack() as stack:
@@ -228,7 +230,7 @@ def _write_ours(attached: Attached, as_of: _AsOf | None, average: Ema | None, fo
     return {history: copy_history(attached.context.run.history, as_of.history_bytes, history)}
 
 
-def _as_of_now(attached: Attached) -> _AsOf | None:
+def _as_of_now(attached: Attached, is_asked: bool) -> _AsOf | None:
     """Everything that is of this very step; every rank calls it together, rank 0 gets it."""
     num_samples = probe_samples(attached.trainer)
     probe = probe_loss(attached.trainer, num_samples)
@@ -243,7 +245,7 @@ def _as_of_now(attached: Attached) -> _AsOf | None:
         platform=platform_of(attached.trainer.args.device),
     )
     return _AsOf(
-        manifest=_manifest(attached, attached.segment.number, probe, num_samples),
+        manifest=_manifest(attached, attached.segment.number, probe, num_samples, is_asked),
         proof=proof,
         detector=encode(attached.detector.state()),
         history_bytes=attached.segment.history_bytes,
@@ -251,7 +253,7 @@ def _as_of_now(attached: Attached) -> _AsOf | None:
     )
 
 
-def _manifest(attached: Attached, segment: int, probe: float | None, num_samples: int) -> Manifest:
+def _manifest(attached: Attached, segment: int, probe: float | None, num_samples: int, is_asked: bool) -> Manifest:
     """All but its files, and whether the weights are finite."""
     trainer, context = attached.trainer, attached.context
     step = trainer.state.global_step
@@ -279,6 +281,7 @@ def _manifest(attached: Attached, segment: int, probe: float | None, num_samples
         versions=versions(),
         files={},
         base=attached.base,
+        asked=is_asked,
     )
 
 

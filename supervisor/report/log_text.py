@@ -84,8 +84,7 @@ def log_lines(
             yield day
         yield from entry_lines(event, costs.get(number), width, listing)
         if isinstance(event, SupervisorStarted) and (since_s := _alone_since(events, number)) is not None:
-            span = f"{local_clock(since_s)} to {local_clock(event.time)}"
-            yield f"{'':24}nobody supervised it from {span}, {duration(event.time - since_s)}: its job had ended"
+            yield f"{'':24}its job had ended at {local_clock(since_s)}, {duration(event.time - since_s)} before"
     yield ""
     yield from closing_summary(events, accounting, findings, still)
 

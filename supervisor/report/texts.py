@@ -33,8 +33,9 @@ from supervisor.journal import (
     WorkerLeft,
     WouldHaveDone,
 )
+from supervisor.lease import BEAT_EVERY_S
 from supervisor.report.advice import advice
-from supervisor.report.figures import FAR_S, clipped, duration, local_time, node_hours, printable
+from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_time, node_hours, printable
 from supervisor.report.interruptions import Interruption
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition, LeftOutBatch
@@ -68,6 +69,7 @@ _WORDS: Final = {
     "LookRecovered": "answers again",
     "StopRequested": "stop asked",
     "Pinned": "pinned",
+    "SaveAnswered": "saved",
     "ResumeRequested": "resume asked",
     "RollbackRequested": "rollback asked",
     "Finished": "FINISHED",
@@ -306,6 +308,12 @@ def _of_observed(event: WouldHaveDone) -> Iterator[Detail]:
     yield "done", "nothing: recovery.mode is observe"
 
 
+def _of_supervisor(event: SupervisorStarted) -> Iterator[Detail]:
+    if event.free_since is not None and event.time - event.free_since > BEAT_EVERY_S:
+        span = f"from {local_clock(event.free_since)} to {local_clock(event.time)}"
+        yield "", f"no sign of a supervisor {span}, {duration(event.time - event.free_since)}"
+
+
 def _of_hang(event: HangSeen) -> Iterator[Detail]:
     if event.stacks not in event.reason:
         yield "look at", event.stacks
@@ -371,6 +379,7 @@ _DETAILS: Final[dict[type, Callable[..., Iterator[Detail]]]] = {
     RolledBack: _of_rollback,
     Continued: _of_continued,
     WouldHaveDone: _of_observed,
+    SupervisorStarted: _of_supervisor,
     HangSeen: _of_hang,
     SegmentStarted: _of_segment,
     WorkerLeft: _of_left,

@@ -1,13 +1,23 @@
 """What is said of a run whose steps stopped coming, and of time that nobody supervised."""
 
+import io
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from supervisor.journal import JobSeen, SupervisorStarted
+from supervisor.lease import take_lease
 from supervisor.report.frame import frame
 from supervisor.report.log_text import closing_summary, log_lines
+from supervisor.report.screen import Screen
 from supervisor.report.standing_text import detail_lines, list_lines, stands_still
+from supervisor.report.texts import details_of
 from supervisor.runs import standing
-from tests.report_room.stories import Slow
+from supervisor.supervise import take_up
+from tests.report_room.stories import Slow, refused
+from tests.supervisor_room.stage import BEGIN
 from worker.contract.exit_report import ErrorDetail, Outcome
 
 KILLED = ErrorDetail(type="Signal", message="killed by signal 9 (Killed)")
@@ -56,7 +66,33 @@ def test_the_log_says_for_how_long_nobody_supervised_a_job_that_had_ended(tmp_pa
     end = stage.now + 3
     begun = SupervisorStarted(host="h", pid=1, attempt=1, time=end + 81)
     over = JobSeen(job_id="1", state="COMPLETED", attempt=1, ends_at=end, time=end + 82)
-    told = [line for line in log_lines([*stage.events, begun, over], stage.story.accounting()) if "nobody" in line]
-    assert [line.partition(", ")[2] for line in told] == ["1 min 21 s: its job had ended"]
+    told = [line for line in log_lines([*stage.events, begun, over], stage.story.accounting()) if "had ended" in line]
+    assert [line.partition(", ")[2] for line in told] == ["1 min 21 s before"]
     seen_at_once = over.model_copy(update={"ends_at": end + 81.5})
-    assert "nobody" not in "".join(log_lines([*stage.events, begun, seen_at_once], stage.story.accounting()))
+    assert "had ended" not in "".join(log_lines([*stage.events, begun, seen_at_once], stage.story.accounting()))
+
+
+@pytest.mark.usefixtures("berlin")
+@pytest.mark.parametrize(
+    ("gap_s", "told"),
+    [(4, []), (42, [("", "no sign of a supervisor from 23:12:38 to 23:13:20, 42 s")])],
+)
+def test_the_log_says_for_how_long_nobody_supervised_a_worker_that_lived(
+    gap_s: float, told: list[tuple[str, str]]
+) -> None:
+    begun = SupervisorStarted(host="h", pid=1, time=BEGIN, free_since=BEGIN - gap_s)
+    assert details_of(begun) == told
+
+
+@pytest.mark.parametrize("play", [under_way, refused])
+def test_the_next_supervisor_of_a_run_that_is_not_over_knows_the_last_sign_of_the_one_before(
+    tmp_path: Path, play: Callable[[Path], Slow]
+) -> None:
+    stage = play(tmp_path)
+    stage.watched.run.lease.give_up()
+    os.utime(stage.run_dir.lease, (BEGIN, BEGIN))
+    lease = take_lease(stage.run_dir)
+    watched = take_up(stage.run_dir, stage.config, stage.scheduler, lease, Screen(io.StringIO(), "r", None))
+    begun = watched.run.introduction
+    assert begun is not None
+    assert begun.free_since == (BEGIN if play is under_way else None)

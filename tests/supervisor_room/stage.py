@@ -235,10 +235,10 @@ class Stage:
         path = self.run_dir.pulse(self.directive.attempt, 0, rank)
         publish_message(path, Pulse(phase=phase, step=self.step, time=self.now, pid=1, host=host, limit_s=limit_s))
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, **fields: Any) -> None:
         folder = self.run_dir.checkpoint(step)
         folder.mkdir(parents=True)
-        publish_message(folder / MANIFEST, manifest(step, self.directive.attempt))
+        publish_message(folder / MANIFEST, manifest(step, self.directive.attempt, **fields))
 
     def leave(
         self,

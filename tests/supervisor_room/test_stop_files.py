@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurm.job import JobState
-from supervisor.journal import Stopped
+from supervisor.journal import SaveAnswered, Stopped
 from supervisor.requests import Request
 from supervisor.runs import standing
 from supervisor.supervise import reopen
@@ -29,6 +29,19 @@ def training(folder: Path) -> Stage:
     stage.train(20)
     stage.settle()
     return stage
+
+
+def test_a_save_that_was_asked_for_is_told_once(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    stage.train(24)
+    stage.save(24, asked=True, time=stage.now)
+    stage.settle()
+    stage.start_supervisor()
+    stage.train(50)
+    stage.settle()
+    [told] = [event for event in stage.events if isinstance(event, SaveAnswered)]
+    assert (told.step, told.reason) == (24, "a SAVE file asked for it: checkpoint-24 is whole")
+    assert "SAVE" not in standing(stage.run_dir, in_detail=False)["reason"]
 
 
 def worker_leaves(stage: Stage) -> None:

@@ -47,6 +47,20 @@ def test_a_run_that_was_interrupted_ends_bitwise_the_same(make_rig: Callable[...
     same_end(undisturbed, disturbed)
 
 
+def test_the_checkpoint_that_a_save_file_asked_for_says_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig("asked")
+    rig.start(pause_at=[2])
+    rig.pauses(2)
+    rig.run.save_file.touch()
+    rig.goes_on(2)
+    rig.ends(0)
+    made = {step: complete_manifest(rig.run.checkpoint(step)).asked for step in rig.run.checkpoint_steps()}
+    assert made.pop(3)
+    assert made
+    assert not any(made.values())
+    assert not rig.run.save_file.exists()
+
+
 def test_two_ranks_resume_bitwise(make_rig: Callable[..., Rig]) -> None:
     undisturbed = make_rig("undisturbed")
     undisturbed.finish(world=2)

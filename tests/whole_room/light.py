@@ -143,7 +143,7 @@ class LightTrainer:
                     self._save(step, LAST_SAVE_S)
                     return self._leave(asked, step)
                 if asked is Ask.SAVE or step % self.config.checkpoint.every_steps == 0:
-                    self._save(step, SAVE_S)
+                    self._save(step, SAVE_S, is_asked=asked is Ask.SAVE)
                 if asked is Ask.SAVE:
                     self.files.saved()
         self.run.final.mkdir(exist_ok=True)
@@ -186,13 +186,14 @@ class LightTrainer:
             versions={},
         )
 
-    def _save(self, step: int, variable: str) -> None:
+    def _save(self, step: int, variable: str, is_asked: bool = False) -> None:
         time.sleep(float(os.environ.get(variable, "0")))
         self.files.check()
         folder = self.run.checkpoint(step)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        publish_message(folder / MANIFEST, manifest(step, self.start.attempt))
+        made = manifest(step, self.start.attempt, asked=is_asked, time=time.time())
+        publish_message(folder / MANIFEST, made)
         self.saved = step
 
     def _leave(self, asked: Ask, step: int | None) -> Outcome:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.journal import Continued, Stopped, Submitted
+from supervisor.journal import Continued, SaveAnswered, Stopped, Submitted
 from tests.whole_room import light
 from tests.whole_room.house import environment, furnish
 from tests.whole_room.survival import ROOT, TRAINING
@@ -27,6 +27,7 @@ def test_save_saves_and_goes_on_and_stop_stops_until_a_person_says_resume(tmp_pa
         house.until(lambda: not house.run.save_file.exists())
         [saved] = house.run.checkpoint_steps()
         house.waits_for_step(saved + 1)
+        house.until(lambda: [each.step for each in house.those(SaveAnswered)] == [saved])
         house.run.stop_file.touch()
         assert first.wait() == 4
         assert [(each.by, each.saved_step) for each in house.those(Stopped)] == [
@@ -47,3 +48,6 @@ def test_save_saves_and_goes_on_and_stop_stops_until_a_person_says_resume(tmp_pa
         assert [each.cause for each in house.those(Continued)] == ["first", "resumed"]
         assert [record.step for record in house.records] == list(range(1, 151))
         assert len(house.those(Submitted)) == 2
+        assert [each.reason for each in house.those(SaveAnswered)] == [
+            f"a SAVE file asked for it: checkpoint-{saved} is whole"
+        ]

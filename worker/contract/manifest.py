@@ -60,6 +60,8 @@ class Manifest(Message):
     files: dict[str, FileEntry]
     base: FrozenBase | None = None
     adopted: bool = False
+    asked: bool = False
+    """Whether a file SAVE asked for it."""
 
 
 class UnusableCheckpointError(Exception):
