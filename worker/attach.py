@@ -20,7 +20,7 @@ from worker.attached import Attached, Context
 from worker.background import Background
 from worker.beginning import begin, prove_random_states
 from worker.contract.claim import FencedError, check_claim
-from worker.contract.loss_history import ACTED, BatchPosition
+from worker.contract.loss_history import ACTED
 from worker.evaluation import evaluate_both, evaluated, evaluated_at, evaluation_is_missing
 from worker.fits import checked_optimizer, refuse_other_backend, refuse_other_model
 from worker.guard import innermost, why_unguarded
@@ -130,7 +130,9 @@ class StepsCallback(TrainerCallback):
         self._attached = attached
         self._tap = StepTap(trainer)
         self._signals = Signals()
-        self._is_late = trainer.args.device.type != "cpu" if is_late is None else is_late
+        device = trainer.args.device
+        self._is_late = device.type != "cpu" if is_late is None else is_late
+        self._is_on_gpu = device.type == "cuda"
         self._unread: list[Measured] = []
         self._asked = Ask.NOTHING
         self._peaks: Sequence[float] | None = None
@@ -216,7 +218,9 @@ class StepsCallback(TrainerCallback):
         while len(self._unread) > keep:
             measured = self._unread.pop(0)
             rows = measured.rows.read()
-            self._asked = max(self._asked, *(Ask(int(row[2])) for row in rows))
+            asked = max(row[2] for row in rows)
+            if asked > self._asked:
+                self._asked = Ask(int(asked))
             if self._asked is Ask.FENCED:
                 raise FencedError("the run is somebody else's")
             self._judge(measured, rows)
@@ -246,11 +250,11 @@ class StepsCallback(TrainerCallback):
             epoch=measured.epoch,
             lr=measured.rate,
             loss_scale=measured.loss_scale,
-            peak_memory_bytes=peak_memory_bytes(),
+            peak_memory_bytes=peak_memory_bytes() if self._is_on_gpu else None,
             tokens_per_s=measured.tokens_per_s,
             step_s=measured.step_s,
             data_wait_s=measured.data_wait_s,
-            data=BatchPosition(epoch=epoch, batch=batch),
+            data={"epoch": epoch, "batch": batch},
             verdict=said.verdict,
             onset_step=said.onset_step,
             level=said.level,

@@ -96,7 +96,8 @@ class RunFiles:
         self._check_claim = check_claim
         self._directive, self._claim = run.directive, run.claim(directive.attempt)
         self._stop, self._save = run.stop_file, run.save_file
-        self._seen: dict[Path, Identity] = {}
+        self._directive_seen: Identity | None = None
+        self._claim_seen: Identity | None = None
         self._answered_ns: int | None = None
         """When that SAVE was touched which was obeyed and may not be removed."""
         self._clock = clock
@@ -112,13 +113,12 @@ class RunFiles:
         if self.directive.attempt != self._attempt:
             raise FencedError(f"attempt {self.directive.attempt} is under way")
         identity = identity_of(self._claim)
-        if identity is None or identity != self._seen.get(self._claim):
+        if identity is None or identity != self._claim_seen:
             try:
                 self._check_claim()
             except UnusableFileError as error:
                 raise OSError(str(error)) from error
-            if identity is not None:
-                self._seen[self._claim] = identity
+            self._claim_seen = identity
 
     def _read_directive(self) -> None:
         """Take the directive in when it is not the one of the last look.
@@ -126,13 +126,13 @@ class RunFiles:
         It is published whole, so that each has an inode of its own.
         """
         identity = identity_of(self._directive)
-        if identity is None or identity == self._seen.get(self._directive):
+        if identity is None or identity == self._directive_seen:
             return
         try:
             self.directive = read_directive(self._directive) or self.directive
         except UnusableFileError:
             return
-        self._seen[self._directive] = identity
+        self._directive_seen = identity
 
     def recheck(self) -> None:
         """The same, unless there was a look just now."""
@@ -162,8 +162,10 @@ class RunFiles:
     def _asked(self) -> Ask:
         if self.directive.stop is not None:
             return Ask.STOP_NOW if self.directive.stop == "now" else Ask.STOP
-        if is_left(self._stop):
+        if os.access(self._stop, os.F_OK) and is_left(self._stop):
             return Ask.STOP
+        if not os.access(self._save, os.F_OK):  # raises nothing, which costs more than looking
+            return Ask.NOTHING
         return Ask.NOTHING if self._save_touched() in (None, self._answered_ns) else Ask.SAVE
 
     def _save_touched(self) -> int | None:

@@ -90,7 +90,8 @@ class Segment:
         self.number = self._writer.next_segment
         self._start = start
         oldest_step = min(run.checkpoint_steps(), default=0)  # what lies before speaks of no checkpoint
-        self._telling, self._last = telling_records(run.history, oldest_step, begin_step)
+        self._telling, last = telling_records(run.history, oldest_step, begin_step)
+        self._last: Record | dict[str, Any] | None = last[-1] if last else None
         self._once: dict[str, Any] = {}
 
     def begin(self, start: SegmentStart) -> None:
@@ -107,31 +108,39 @@ class Segment:
 
     def append(self, **fields: Any) -> None:
         """Write one step's record."""
+        fields["segment"], fields["time"] = self.number, time.time()
+        fields["attempt"], fields["restart"] = self._start.attempt, self._start.restart
+        if self._is_plain(fields):
+            self._writer.append_plain(fields)
+            self._last = fields
+            return
         warnings = (*self._warnings, *(fields.pop("warnings", None) or ()))
-        new = record(
-            warnings=warnings or None,
-            segment=self.number,
-            attempt=self._start.attempt,
-            restart=self._start.restart,
-            time=time.time(),
-            **fields,
-            **self._once,
-        )
+        new = record(warnings=warnings or None, **fields, **self._once)
         self._writer.append(new)
         self._once.clear()
         self._warnings = ()
-        self._last = [new]
+        self._last = new
         if new.verdict != "ok":
             self._telling.append(new)
+
+    def _is_plain(self, fields: dict[str, Any]) -> bool:
+        """Whether there is nothing to say of a step but its numbers."""
+        is_quiet = fields["verdict"] == "ok" and not (self._once or self._warnings or fields["warnings"])
+        numbers = (fields["loss"], fields["grad_norm"], fields["lr"], fields["loss_scale"])
+        return (
+            is_quiet and fields["nonfinite_ranks"] is None and all(one is None or math.isfinite(one) for one in numbers)
+        )
 
     @property
     def newest(self) -> Record | None:
         """The last record of the branch."""
-        return self._last[-1] if self._last else None
+        if isinstance(self._last, dict):
+            self._last = Record(**self._last)
+        return self._last
 
     def branch(self) -> list[Record]:
         """The surviving records that say something about health: all that are not ``ok``, and the last."""
-        return [*self._telling, *self._last]
+        return [*self._telling, *([] if self.newest is None else [self.newest])]
 
     @property
     def history_bytes(self) -> int:

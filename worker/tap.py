@@ -3,9 +3,8 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Trainer, TrainerState
@@ -52,8 +51,7 @@ class Here:
         return [[_single(number) for number in self._row]]
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One finished step. ``rows`` holds every rank's loss, gradient norm, ask, own largest gradient and alarm."""
 
     step: int
@@ -166,7 +164,7 @@ def _rows(row: Sequence[Number], device: torch.device) -> Later | Here:
 def _single(number: Number) -> float:
     """A scalar that is at hand; what is not known is NaN."""
     if isinstance(number, torch.Tensor):
-        return number.detach().float().item()
+        return (number if number.dtype is torch.float32 else number.detach().float()).item()
     return math.nan if number is None else number
 
 

@@ -91,6 +91,11 @@ def free() -> None:
     """The claim still stands."""
 
 
+def newest_step(writer: HistoryWriter) -> int:
+    last = last_record(writer.path)
+    return last.step if last else 0
+
+
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("history")
@@ -365,7 +370,7 @@ class TestCost:
         monkeypatch.setattr(syncs, "time", SimpleNamespace(monotonic=lambda: now[0]))
         monkeypatch.setattr(syncs, "threading", SimpleNamespace(Thread=AtOnce))
         with HistoryWriter(folder / "loss_history.json", free) as writer:
-            monkeypatch.setattr(os, "fsync", lambda _: synced.append(writer.last and writer.last.step))
+            monkeypatch.setattr(os, "fsync", lambda _: synced.append(newest_step(writer)))
             plan = [
                 (1, "ok", 0.1),
                 (2, "spike", 0.1),
@@ -390,7 +395,7 @@ class TestCost:
         monkeypatch.setattr(writer._syncs, "_every_s", 0.0)
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(OSError, match="the disk lost it"):
-            eventually(lambda: writer.append(one((writer.last.step if writer.last else 0) + 1)))
+            eventually(lambda: writer.append(one(newest_step(writer) + 1)))
         monkeypatch.undo()
         for _ in range(2):  # the system tells of it once, and this writer for ever
             with pytest.raises(OSError, match="the disk lost it"):
@@ -403,7 +408,7 @@ class TestCost:
         monkeypatch.setattr(syncs, "threading", SimpleNamespace(Thread=AtItsEnd))
         with HistoryWriter(folder / "loss_history.json", free) as writer:
             monkeypatch.setattr(writer._syncs, "_every_s", 0.0)
-            monkeypatch.setattr(os, "fsync", lambda _: began.append(writer.last.step if writer.last else 0))
+            monkeypatch.setattr(os, "fsync", lambda _: began.append(newest_step(writer)))
             for step in (1, 2, 3):
                 writer.append(one(step))
             assert began == [2, 3]
@@ -423,6 +428,40 @@ class TestCost:
 
 
 class TestRecords:
+    @given(
+        st.fixed_dictionaries(
+            {
+                **dict.fromkeys(("segment", "attempt", "restart", "step"), st.integers(0, 2**40)),
+                **dict.fromkeys(("epoch", "time", "lr"), st.floats(allow_nan=False, allow_infinity=False)),
+                **dict.fromkeys(
+                    ("loss", "grad_norm", "loss_scale", "tokens_per_s", "step_s", "data_wait_s"),
+                    st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)),
+                ),
+                "peak_memory_bytes": st.one_of(st.none(), st.integers(0, 2**40)),
+                "verdict": st.just("ok"),
+                "data": st.builds(lambda epoch, batch: {"epoch": epoch, "batch": batch}, st.integers(), st.integers()),
+            }
+        )
+    )
+    def test_a_plain_one_has_the_bytes_that_it_has_when_it_is_built_and_checked(
+        self, tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any]
+    ) -> None:
+        folder = tmp_path_factory.mktemp("history")
+        with HistoryWriter(folder / "plain", free) as plain, HistoryWriter(folder / "built", free) as built:
+            for _ in range(2):
+                plain.append_plain(fields)
+                built.append(record(**fields))
+        assert (folder / "plain").read_bytes() == (folder / "built").read_bytes()
+
+    def test_a_plain_one_that_is_none_is_not_written(self, folder: Path) -> None:
+        path = folder / "loss_history.json"
+        with HistoryWriter(path, free) as writer:
+            writer.append(one(1))
+            before = path.read_bytes()
+            with pytest.raises(ValueError, match="not JSON compliant"):
+                writer.append_plain(dict.fromkeys(vars(one(1))) | {"segment": 1, "loss": math.nan})
+            assert path.read_bytes() == before
+
     @pytest.mark.parametrize(("number", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
     def test_a_number_that_is_not_finite_is_null_and_named(self, number: float, name: str) -> None:
         made = one(1, number, grad_norm=number, lr=0.1)

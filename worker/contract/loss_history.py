@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
@@ -31,6 +31,11 @@ _SYNC_EVERY_S = 2.0
 _CHUNK_BYTES = 16 << 20
 """Read at once, and longer than any record: a file of a person's own making must not fill the memory."""
 _ALWAYS = frozenset({"segment", "attempt", "restart", "step", "epoch", "time", "loss", "grad_norm", "lr", "verdict"})
+_PLAIN = (
+    *("segment", "attempt", "restart", "step", "epoch", "time", "loss", "grad_norm", "lr", "loss_scale"),
+    *("peak_memory_bytes", "tokens_per_s", "step_s", "verdict", "data", "data_wait_s"),
+)
+"""What the record of a step says of which there is nothing to say, in the order of its fields."""
 _FINITE_OR_NAMED = ("loss", "grad_norm", "lr", "loss_scale", "eval_loss", "ema_eval_loss", "level")
 
 
@@ -308,7 +313,8 @@ def copy_until(path: Path, end: int, write: Callable[[bytes], object]) -> None:
 class HistoryWriter:
     """The one writer of a history; mends a torn tail when it opens.
 
-    ``end`` is where its records end: all bytes before that stay as they are.
+    ``end`` is where its records end: all bytes before that stay as they are. ``last`` is the record that was the last
+    when it opened.
 
     ``check`` is called before each append and raises FencedError when the run is somebody else's by now.
     A size that is not the one this writer left means another writer: FencedError too.
@@ -333,15 +339,25 @@ class HistoryWriter:
 
         OSError also where an earlier one, made durable beside the writer, did not come to the disk.
         """
+        self._append(_as_json(new), is_urgent=new.verdict != "ok" or new.start is not None)
+
+    def append_plain(self, fields: Mapping[str, Any]) -> None:
+        """The same for the record of a step of which only numbers are to be told, all of them finite and of their kind.
+
+        It is neither built nor checked: nearly every step is one of these.
+        """
+        told = {name: fields[name] for name in _PLAIN if fields[name] or name in _ALWAYS}
+        self._append(told, is_urgent=False)
+
+    def _append(self, told: dict[str, Any], *, is_urgent: bool) -> None:
         self._check()
         if os.fstat(self._descriptor).st_size != self.end + len(_TAIL):
             raise FencedError(f"{self.path} changed under its writer")
-        separator = b"\n" if self.last is None else b",\n"
-        line = separator + encode(_as_json(new)).encode("ascii")
+        separator = b"\n" if self.end == len(_HEAD) else b",\n"
+        line = separator + encode(told).encode("ascii")
         self._write(line + _TAIL)
         self.end += len(line)
-        self.last = new
-        if new.verdict != "ok" or new.start is not None:
+        if is_urgent:
             self.sync()
         else:
             self._syncs.soon()
