@@ -286,7 +286,8 @@ class Agent:
 
     def _start(self, directive: Directive) -> Start:
         facts = self.task.model_dump(exclude={"requeue"})
-        return Start(attempt=directive.attempt, same_allocation=self.past.attempt is not None, **facts)
+        told = {"same_allocation": self.past.attempt is not None, "waited_s": round(self.trainers.waited_s, 3)}
+        return Start(attempt=directive.attempt, **told, **facts)
 
     def _log(self) -> Path:
         log, rank = self.run_dir.train_log, self.task.rank

@@ -167,7 +167,9 @@ class StepsCallback(TrainerCallback):
         start = begin(attached, peaks)
         laps.lap("prove")
         if attached.segment is not None:
-            attached.segment.begin(start.model_copy(update={"began": laps.began, "took_s": laps.took_s}))
+            waited_s = attached.context.start.waited_s
+            times = {"began": laps.began, "took_s": laps.took_s, "waited_s": waited_s}
+            attached.segment.begin(start.model_copy(update=times))
             attached.segment.note(**evaluated_at(state))
         if state.global_step >= state.max_steps:
             raise AlreadyTrainedError

@@ -18,3 +18,5 @@ class Start(Message):
     same_allocation: bool = False
     """Whether a trainer of an older attempt ran in this very process tree: files were just written here, so that
     their sizes prove enough."""
+    waited_s: float = 0.0
+    """Seconds that its agent waited for imports before it could be forked."""

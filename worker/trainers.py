@@ -26,7 +26,10 @@ class Trainers:
         self._say, self._clock = say, clock
         self._is_cold = not has_zygote
         self._zygote: Zygote | None = None
+        self._is_waited_for = True
         self._begun = 0.0
+        self.waited_s = 0.0
+        """For how long the next start had to wait for imports."""
 
     def are_ready(self) -> bool:
         """Whether a start need not wait for imports any more; the first call begins them."""
@@ -40,7 +43,10 @@ class Trainers:
         except ZygoteGoneError as error:
             self._go_on_cold(str(error))
             return True
-        if not is_ready and self._clock() - self._begun > IMPORT_LIMIT_S:
+        if self._is_waited_for:
+            self.waited_s = self._clock() - self._begun
+            self._is_waited_for = not is_ready
+        if not is_ready and self.waited_s > IMPORT_LIMIT_S:
             self._go_on_cold(f"not ready after {IMPORT_LIMIT_S:.0f} s, {self._zygote.close()}")
             return True
         return is_ready
@@ -51,6 +57,7 @@ class Trainers:
 
     def start(self, arguments: Sequence[str]) -> Child:
         """Start a trainer with these arguments."""
+        self.waited_s = 0.0
         if self._zygote is not None:
             try:
                 return self._zygote.fork(arguments, self._environment, self._log)

@@ -4,6 +4,7 @@ Every event has a line, by its own ``reason`` where nothing better is said here,
 left out of the log.
 """
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator
@@ -38,7 +39,7 @@ from supervisor.report.advice import advice
 from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_time, node_hours, printable
 from supervisor.report.interruptions import Interruption
 from worker.contract.exit_report import Outcome
-from worker.contract.loss_history import BatchPosition, LeftOutBatch
+from worker.contract.loss_history import BatchPosition, LeftOutBatch, Start
 from worker.contract.words import count
 
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ChangeIntended, ProgressMade)
@@ -82,7 +83,8 @@ _LONGEST_ERROR: Final = 240
 """Characters of an error in the log; all of it is in the exit report and in logs/train.log."""
 _MOST_BATCHES: Final = 6
 """How many batches that are left out are told one by one."""
-_WORTH_TELLING_S: Final = 0.1
+_ROUNDED: Final = ((9.95, 0.1), (600.0, 1.0), (math.inf, 60.0))
+"""Up to so many seconds, a duration is told in such units."""
 _MOST_NAMED: Final = 16
 """How many lines or samples of one of them."""
 _WORD_WIDTH: Final = 15
@@ -327,15 +329,23 @@ def _of_continued(event: Continued) -> Iterator[Detail]:
 
 
 def _of_segment(event: SegmentStarted) -> Iterator[Detail]:
-    took_s = event.start.took_s if event.start is not None else {}
-    if took_s:
-        parts = [f"{part} {duration(seconds)}" for part, seconds in took_s.items() if seconds >= _WORTH_TELLING_S]
-        yield "start took", f"{duration(sum(took_s.values()))}{': ' if parts else ''}{', '.join(parts)}"
+    if event.start is not None and event.start.took_s:
+        yield "start took", _start_took(event.start)
     left_out = event.start.left_out if event.start is not None else ()
     for one in left_out[:_MOST_BATCHES]:
         yield "left out", f"batch {one.batch} of epoch {one.epoch}: {_sources(one)}"
     if len(left_out) > _MOST_BATCHES:
         yield "", f"and {len(left_out) - _MOST_BATCHES:,} more: higgsfield log --json"
+
+
+def _start_took(start: Start) -> str:
+    """The whole and its parts, each rounded as the whole is told, so that they add up to it."""
+    took_s = start.took_s | {"imports": start.waited_s + start.took_s.get("imports", 0.0)}
+    whole_s = sum(took_s.values())
+    unit_s = next(unit_s for below_s, unit_s in _ROUNDED if whole_s < below_s)
+    parts = {part: round(seconds / unit_s) * unit_s for part, seconds in took_s.items()}
+    named = [f"{part} {duration(seconds)}" for part, seconds in parts.items() if seconds]
+    return f"{duration(sum(parts.values()))}{': ' if named else ''}{', '.join(named)}"
 
 
 def _sources(one: LeftOutBatch) -> str:

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from agent_rooms import HERE, ROOT, Room, children, is_alive
 
 from tests.waiting import eventually
-from worker import zygote
+from worker import trainers, zygote
 from worker.child import Child, spawn
 from worker.contract.exit_report import Outcome
 from worker.zygote import Zygote, ZygoteGoneError
@@ -327,3 +327,34 @@ def test_the_program_is_light(tmp_path: Path) -> None:
     code = "import worker.trainers, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+class SlowZygote:
+    """Ready at the third look."""
+
+    looks = 0
+
+    def __init__(self, module: str, environment: Mapping[str, str], log: Path) -> None:
+        """Begins to import."""
+
+    def is_ready(self) -> bool:
+        self.looks += 1
+        return self.looks >= 3
+
+    def fork(self, *args: object) -> None:
+        """A trainer."""
+
+
+def test_the_first_trainer_is_told_how_long_it_was_waited_for_and_the_next_one_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainers, "Zygote", SlowZygote)
+    now = 100.0
+    made = trainers.Trainers("m", {}, tmp_path / "log", True, lambda said: None, lambda: now)
+    while not made.are_ready():
+        now += 4.0
+    assert made.waited_s == 8.0
+    made.start([])
+    now += 100.0
+    assert made.are_ready()
+    assert made.waited_s == 0.0

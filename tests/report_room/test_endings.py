@@ -55,10 +55,15 @@ def test_many_batches_that_are_left_out_are_counted_after_the_first_few() -> Non
 
 
 def test_a_start_says_what_its_time_went_into() -> None:
-    took_s = {"imports": 61.2, "meet": 0.04, "choose": 0.0, "build": 0.61, "load": 2.0, "prove": 0.3}
-    start = a_start(100).model_copy(update={"took_s": took_s})
-    told = dict(details_of(SegmentStarted(segment=2, restart=0, step=6, start=start)))
-    assert told == {"start took": "1 min 4 s: imports 1 min 1 s, build 0.6 s, load 2 s, prove 0.3 s"}
+    took_s = {"imports": 0.2, "meet": 0.04, "choose": 0.0, "build": 0.61, "load": 2.0, "prove": 0.3}
+
+    def told(waited_s: float) -> dict[str, str]:
+        start = a_start(100).model_copy(update={"took_s": took_s, "waited_s": waited_s})
+        return dict(details_of(SegmentStarted(segment=2, restart=0, step=6, start=start)))
+
+    assert told(61.3) == {"start took": "1 min 5 s: imports 1 min 2 s, build 1 s, load 2 s"}
+    assert told(0.0) == {"start took": "3.1 s: imports 0.2 s, build 0.6 s, load 2 s, prove 0.3 s"}
+    assert told(600.0) == {"start took": "10 min: imports 10 min"}
 
 
 def test_who_asked_for_a_rollback_is_not_told_when_batches_are_left_out_by_themselves() -> None:

@@ -103,6 +103,8 @@ class Start(Message):
     """When rank 0's trainer process did, in UTC seconds."""
     took_s: dict[str, float] = Field(default_factory=dict)
     """Seconds of the parts of its start, in order, from there on: imports, meet, choose, build, load, prove."""
+    waited_s: float = 0.0
+    """Seconds that its agent waited before that, for the imports of what forks it."""
 
 
 class Record(Message):
