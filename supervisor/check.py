@@ -80,10 +80,21 @@ def _without_file(finding: Finding) -> str:
 
 def _memory_line(memory: dict[str, Any]) -> str:
     parts = ("weights", "gradients", "optimizer", "average", "activations")
-    told = ", ".join(f"{name} {memory[name] / 2**30:.3g}" for name in parts if memory[name])
-    away = f"; {memory['main'] / 2**30:.3g} GiB in a node's main memory" if memory["main"] else ""
-    size = f"{memory['parameters']:.3g} parameters, {memory['trained']:.3g} of them trained"
-    return f"memory: {size}: {memory['device'] / 2**30:.3g} GiB a device ({told}){away}"
+    told = ", ".join(f"{name} {_binary(memory[name])}" for name in parts if memory[name])
+    away = f"; {_binary(memory['main'])} in a node's main memory" if memory["main"] else ""
+    size = f"{_many(memory['parameters'])} parameters, {_many(memory['trained'])} of them trained"
+    return f"memory: {size}: {_binary(memory['device'])} a device ({told}){away}"
+
+
+def _many(number: int) -> str:
+    """``7.62 billion``, ``0.857 million``."""
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def _binary(number_bytes: float) -> str:
+    """In the units that a GPU's memory is told in."""
+    gib = number_bytes / 2**30
+    return f"{gib:.3g} GiB" if gib >= 0.1 else f"{1024 * gib:.3g} MiB"
 
 
 def _length_line(time: dict[str, Any]) -> str:
@@ -98,8 +109,9 @@ def _set_lines(name: str, looked: dict[str, Any] | None) -> Iterable[str]:
     told = f"{count(looked['documents'], 'document')}, {count(looked['tokens'], 'token')}"
     told += f", {count(samples, 'sample')}" if samples is not None else ""
     if lengths:
-        told += f"; median {lengths['median']} tokens, 90 % have at most {lengths['p90']}, longest {lengths['longest']}"
-    gone = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in looked["left_out"].items())
+        told += f"; median {lengths['median']:,} tokens, 90 % have at most {lengths['p90']:,}"
+        told += f", longest {lengths['longest']:,}"
+    gone = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in looked["left_out"].items())
     yield f"data.{name}: {told}{f'; not used, or not whole: {gone}' if gone else ''}"
 
 

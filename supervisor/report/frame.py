@@ -93,7 +93,7 @@ def _progress(row: dict[str, Any], events: Sequence[Event], columns: int, now: f
 def _estimate(row: dict[str, Any], events: Sequence[Event], now: float) -> list[str]:
     """In parts, the most telling first, of which a narrow terminal has room for some."""
     if row["state"] in OVER:
-        return [f"for {duration(now - row['since'])}"]
+        return [f"over for {duration(now - row['since'])}"]
     if row["eta"] is None or row["eta"] <= now:
         if still := row.get("still_since"):
             return [f"no step since {local_clock(still)}"]

@@ -27,6 +27,7 @@ from supervisor.report.figures import (
 from supervisor.report.log_text import closing_summary, costs_of, milestones
 from supervisor.report.page_data import chart_data
 from supervisor.report.spans import KINDS, MEANING, Kind
+from supervisor.report.standing_text import HEALTH
 from supervisor.report.texts import Listing, details_once, is_told, step_of, text_of, word_of
 from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.exit_report import Outcome
@@ -186,7 +187,7 @@ def _attempts(facts: Facts) -> Iterator[str]:
         trained = sum(facts.accounting.seconds(kind, event.attempt) for kind in ("training", "repeated"))
         cells = [
             event.attempt,
-            event.cause.replace("_", " "),
+            "the run begins" if event.cause == "first" else event.cause.replace("_", " "),
             event.resume_from or "scratch",
             reach,
             f"x {event.lr_scale:g}",
@@ -218,7 +219,7 @@ def _end_of(events: Sequence[Event], attempt: int) -> str:
 def _checkpoints(facts: Facts) -> Iterator[str]:
     for manifest, health in reversed(facts.health):
         whole = size(sum(entry.bytes for entry in manifest.files.values()))
-        yield _row([_text(cell) for cell in (f"step {manifest.step:,}", health.value, manifest.attempt, whole)])
+        yield _row([_text(cell) for cell in (f"step {manifest.step:,}", HEALTH[health.value], manifest.attempt, whole)])
 
 
 def _versions(facts: Facts) -> Iterator[str]:

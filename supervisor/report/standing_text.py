@@ -19,7 +19,16 @@ _LONGEST_REASON: Final = 100
 """Characters of a reason among others; `status RUN` has all of it."""
 _MOST_NODES: Final = 4
 _LONG_AGO_S: Final = 12 * 3600.0
-_BUDGETS: Final = {"rollbacks_left": "more rollbacks", "attempts_left": "more attempts without progress"}
+_BUDGETS: Final = {
+    "rollbacks_left": ("more rollback", "more rollbacks"),
+    "attempts_left": ("more attempt without progress", "more attempts without progress"),
+}
+HEALTH: Final = {
+    "healthy": "healthy",
+    "untested": "untested, too few steps came after it yet",
+    "suspect": "suspect, a spike began before it or its weights are not finite",
+}
+"""Of a checkpoint, in words."""
 
 
 def list_lines(rows: Sequence[Row], now: float, width: int | None = None) -> list[str]:
@@ -53,11 +62,11 @@ def _progress(row: Row) -> str:
 
 
 def _remark(row: Row, now: float) -> str:
-    """Whether nobody supervises it; why it waits and until when, or where it runs; since when; when it will end."""
+    """Whether nobody supervises it; why it waits and until when, or when it will end; where it runs; since when."""
     since, back = f"for {duration(now - row['since'])}", count(row["rollbacks"], "rollback") if row["rollbacks"] else ""
-    parts = [_unattended(row), _waits(row, now), _place(row), since, _ends(row, now), back]
+    parts = [_unattended(row), _waits(row, now), _ends(row, now), back, _place(row), since]
     if row["state"] in OVER:
-        parts = [since, _short(row["reason"]), back]
+        parts = [back, _short(row["reason"]), f"{duration(now - row['since'])} ago"]
     return _one_line(", ".join(part for part in parts if part))
 
 
@@ -194,14 +203,23 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
     checkpoints = row.get("checkpoints", [])
     for number, each in enumerate(reversed(checkpoints)):
         label = "" if number else "checkpoints"
-        yield label, f"step {each['step']:,}: {each['health']} (attempt {each['attempt']})"
+        yield label, f"step {each['step']:,}: {HEALTH.get(each['health'], each['health'])} (attempt {each['attempt']})"
     if not checkpoints:
         yield "checkpoints", "none"
     for number, node in enumerate(row.get("excluded", [])):
         yield "" if number else "excluded", _excluded(node, now)
     if "budgets" in row and row["state"] != "finished":
-        known = ((name, value) for name, value in row["budgets"].items() if value is not None)
-        yield "budgets", ", ".join(f"{value:,} {_BUDGETS.get(name, name.replace('_', ' '))}" for name, value in known)
+        end = "" if row["state"] in OVER else "; then it gives up"
+        yield "budgets", f"{', '.join(_budgets(row['budgets']))}{end}"
+
+
+def _budgets(budgets: Mapping[str, float | None]) -> Iterator[str]:
+    """How often a run may still be helped without progress, and for how long."""
+    for name, left in budgets.items():
+        if name in _BUDGETS and left is not None:
+            yield count(int(left), *_BUDGETS[name])
+        elif left is not None:
+            yield f"{left:,.4g} {name.removesuffix('_left').replace('_', ' ').replace('gpu', 'GPU')}"
 
 
 def _job(row: Row, now: float) -> str:

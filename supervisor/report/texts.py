@@ -110,6 +110,8 @@ def word_of(event: Event) -> str:
     """One or two words for the kind of an event; its own name in small letters where nothing better is known."""
     if getattr(event, "cause", None) == "resumed":
         return "resumed"
+    if getattr(event, "cause", None) == "first":
+        return "begun"
     if event.event == "NodeExcluded" and getattr(event, "until", None) is None:
         return "node allowed"
     return _WORDS.get(event.event) or re.sub(r"(?<!^)(?=[A-Z])", " ", event.event).lower()
@@ -169,7 +171,7 @@ def text_of(event: Event) -> str:
         case RolledBack():
             return f"from step {event.from_step} back to {_start(event)}, at {event.lr_scale:g} of the configured rate"
         case Continued():
-            because = "" if event.cause == "resumed" else f"{event.cause.replace('_', ' ')}, "
+            because = "" if event.cause in ("first", "resumed") else f"{event.cause.replace('_', ' ')}, "
             return f"attempt {event.attempt} from {_start(event)} ({because}{_where(event.where)})"
         case WouldHaveDone():
             return f"would have begun at {_start(event)}, at {event.lr_scale:g} of the configured rate ({event.cause})"
@@ -322,7 +324,7 @@ def _of_hang(event: HangSeen) -> Iterator[Detail]:
 
 
 def _of_continued(event: Continued) -> Iterator[Detail]:
-    if event.reason:
+    if event.reason and event.cause != "first":
         yield "because", event.reason
     if event.lr_scale != 1:
         yield "rate", f"{event.lr_scale:g} of the configured one"

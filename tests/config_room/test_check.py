@@ -44,6 +44,14 @@ def test_the_json_has_the_contract_s_fields(folder: Path) -> None:
     assert all(warning.values())
 
 
+def test_sizes_are_told_in_words(folder: Path) -> None:
+    memory = {"parameters": 7_615_616_512, "trained": 857_344, "weights": 2**35, "gradients": 0, "optimizer": 2**20}
+    memory |= {"average": None, "activations": None, "main": 0, "device": 2**35 + 2**20}
+    told = replace(checked(), memory=memory).as_text()
+    assert "memory: 7.62 billion parameters, 0.857 million of them trained: 32 GiB a device" in told
+    assert "(weights 32 GiB, optimizer 1 MiB)" in told
+
+
 WARMUP = ["--set", "training.max_steps=500", "--set", "training.schedule.warmup=0"]
 
 

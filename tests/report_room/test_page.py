@@ -63,6 +63,7 @@ def long_story(steps: int = 20_000) -> Story:
 def test_every_story_has_a_page_that_stands_alone(tmp_path: Path, name: str) -> None:
     page = page_of(recorded(name), config(tmp_path))
     assert page.count("<article") == page.count("</article>") > 2
+    assert "untested, too few steps came after it yet" in page
     for outside in ("http://", "https://", "src=", "@import", "url("):
         assert outside not in page.partition('<script type="application/json"')[0].replace("src=x", "")
 

@@ -17,6 +17,7 @@ from supervisor.batches import left_out
 from supervisor.diagnosis import diagnose
 from supervisor.evidence import Evidence
 from supervisor.journal import (
+    Continued,
     Diagnosis,
     Event,
     EventBase,
@@ -95,6 +96,11 @@ def test_a_rollback_says_what_was_believed_by_its_diagnosis() -> None:
         ("", "again"),
     ]
     assert told[-1] == ("try", "if it comes again: look")
+
+
+def test_the_first_attempt_is_not_continued() -> None:
+    first = Continued(cause="first", where="new_job", attempt=1, reason="the run begins")
+    assert (word_of(first), text_of(first), details_of(first)) == ("begun", "attempt 1 from scratch (in a new job)", [])
 
 
 def test_every_kind_of_event_has_a_line_even_one_that_nobody_thought_of() -> None:
@@ -265,6 +271,7 @@ def test_status_tells_each_run_on_one_line() -> None:
         standing_row(name="e", state="gave_up", reason="3 rollbacks brought no new healthy checkpoint", **over),
         standing_row(name="f", state="unreadable", since=None, reason="rollback_log.jsonl: line 3: not JSON", **over),
     ]
+    assert "done about Wed 15 Nov" in list_lines(rows[:1], BEGIN, 80)[1], "what a narrow terminal has room for"
     lines = list_lines(rows, BEGIN)
     assert len(lines) == 1 + len(rows)
     assert_told("status-list", "\n".join(lines) + "\n")
@@ -295,7 +302,7 @@ def test_status_of_a_run_under_way_and_of_one_that_waits(tmp_path: Path) -> None
     details = {
         "checkpoints": [{"step": 6500, "health": "healthy", "attempt": 3}],
         "excluded": [{"node": "n7", "until": BEGIN + 86400, "evidence": ["it failed twice", "no answer"]}],
-        "budgets": {"rollbacks_left": 4, "attempts_left": 9, "gpu_hours_left": 12.5, "none": None},
+        "budgets": {"rollbacks_left": 1, "attempts_left": 9, "gpu_hours_left": 12.4987, "none": None},
         "events": [],
     }
     lines = detail_lines(standing_row() | details, BEGIN)
