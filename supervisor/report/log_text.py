@@ -23,6 +23,7 @@ from supervisor.journal import (
     Submitted,
     SupervisorStarted,
     VerdictSeen,
+    WorkerLeft,
     WouldHaveDone,
 )
 from supervisor.report.accounting import Accounting, job_since
@@ -30,7 +31,8 @@ from supervisor.report.diagnosis_text import in_one_line
 from supervisor.report.figures import duration, local_clock, local_day, local_time, node_hours, printable, share
 from supervisor.report.interruptions import Interruption, put_back
 from supervisor.report.spans import KINDS
-from supervisor.report.texts import WIDTH, Listing, is_told, lay_out, step_of, word_of
+from supervisor.report.texts import WIDTH, Listing, cause_of, is_told, lay_out, step_of, word_of
+from worker.contract.exit_report import Outcome
 from worker.contract.words import count
 
 _UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -217,13 +219,35 @@ def _happenings(events: Sequence[Event]) -> Iterator[tuple[str, int | None]]:
             case RolledBack():
                 yield event.cause, event.verdict_step
             case Continued():
-                yield "killed" if event.cause == "crash" and "killed by signal" in event.reason else event.cause, None
+                yield cause_of(event).replace(" ", "_"), None
+            case GaveUp():
+                yield from _unanswered(events[:number])
             case Stopped() if event is not last:
                 yield "stopped", event.saved_step
             case Preempted() if not _is_answered(events[number + 1 :]):
                 yield "preempted", None
             case JobSeen() if number in requeues and not _is_answered(events[number + 1 :]):
                 yield "requeued", None
+            case _:
+                continue
+
+
+_ENDED: Final = {Outcome.CRASHED: "crash", Outcome.ENDED: "crash", Outcome.OUT_OF_MEMORY: "out_of_memory"}
+
+
+def _unanswered(before: Sequence[Event]) -> Iterator[tuple[str, int | None]]:
+    """What a run gave up over: a verdict or an end of the worker that no attempt has answered."""
+    for event in reversed(before):
+        match event:
+            case RolledBack() | Continued():
+                return
+            case VerdictSeen():
+                yield event.kind, event.step
+                return
+            case WorkerLeft() if event.outcome in _ENDED:
+                is_kill = "killed by signal" in event.reason
+                yield "killed" if is_kill else _ENDED[event.outcome], None
+                return
             case _:
                 continue
 

@@ -28,7 +28,7 @@ from supervisor.report.log_text import closing_summary, costs_of, milestones
 from supervisor.report.page_data import chart_data
 from supervisor.report.spans import KINDS, MEANING, Kind
 from supervisor.report.standing_text import HEALTH
-from supervisor.report.texts import Listing, details_once, is_told, step_of, text_of, word_of
+from supervisor.report.texts import Listing, cause_of, details_once, is_told, step_of, text_of, word_of
 from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
@@ -187,7 +187,7 @@ def _attempts(facts: Facts) -> Iterator[str]:
         trained = sum(facts.accounting.seconds(kind, event.attempt) for kind in ("training", "repeated"))
         cells = [
             event.attempt,
-            "the run begins" if event.cause == "first" else event.cause.replace("_", " "),
+            "the run begins" if event.cause == "first" else cause_of(event),
             event.resume_from or "scratch",
             reach,
             f"x {event.lr_scale:g}",

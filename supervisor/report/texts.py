@@ -25,6 +25,7 @@ from supervisor.journal import (
     LookRecovered,
     NodeExcluded,
     Plan,
+    Preempted,
     ProgressMade,
     RolledBack,
     SegmentStarted,
@@ -49,6 +50,11 @@ _TOLD_ABOVE: Final = "as above"
 _OBSERVED: Final = "not done, for recovery.mode is observe: "
 
 
+_BY_A_PERSON: Final = {
+    "first": ("begun", "the run begins"),
+    "resumed": ("resumed", "a person asked for the run to go on"),
+}
+"""Of causes of an attempt the word, and the reason that says no more."""
 _WORDS: Final = {
     "RunCreated": "created",
     "SupervisorStarted": "supervisor",
@@ -108,10 +114,9 @@ class Listing:
 
 def word_of(event: Event) -> str:
     """One or two words for the kind of an event; its own name in small letters where nothing better is known."""
-    if getattr(event, "cause", None) == "resumed":
-        return "resumed"
-    if getattr(event, "cause", None) == "first":
-        return "begun"
+    cause = getattr(event, "cause", None)
+    if cause in _BY_A_PERSON:
+        return _BY_A_PERSON[cause][0]
     if event.event == "NodeExcluded" and getattr(event, "until", None) is None:
         return "node allowed"
     return _WORDS.get(event.event) or re.sub(r"(?<!^)(?=[A-Z])", " ", event.event).lower()
@@ -171,7 +176,7 @@ def text_of(event: Event) -> str:
         case RolledBack():
             return f"from step {event.from_step} back to {_start(event)}, at {event.lr_scale:g} of the configured rate"
         case Continued():
-            because = "" if event.cause in ("first", "resumed") else f"{event.cause.replace('_', ' ')}, "
+            because = "" if event.cause in _BY_A_PERSON else f"{cause_of(event)}, "
             return f"attempt {event.attempt} from {_start(event)} ({because}{_where(event.where)})"
         case WouldHaveDone():
             return f"would have begun at {_start(event)}, at {event.lr_scale:g} of the configured rate ({event.cause})"
@@ -186,10 +191,18 @@ def text_of(event: Event) -> str:
             return f"process {event.pid} on {event.host} holds the run (term {event.term})"
         case NodeExcluded() if event.until is not None:
             return f"{event.reason}: no job goes there until {local_time(event.until)}"
+        case Preempted():
+            return event.reason.removeprefix("preempted; ")
         case LookRecovered():
             return f"{event.reason}, after {duration(event.quiet_s)}"
         case _:
             return event.reason or event.event
+
+
+def cause_of(event: Plan) -> str:
+    """Why an attempt was begun: in a word, or two."""
+    is_kill = event.cause == "crash" and "killed by signal" in event.reason
+    return "killed" if is_kill else event.cause.replace("_", " ")
 
 
 def details_of(event: Event, cost: Interruption | None = None, folder: str = "") -> list[Detail]:
@@ -208,7 +221,8 @@ def details_once(event: Event, cost: Interruption | None, listing: Listing) -> l
     told = listing.told
     details = [(label, _untold(label, text, told)) for label, text in details_of(event, cost, listing.folder)]
     told |= {text_of(event), *(text for label, text in details if label == "try")}
-    return [detail for number, detail in enumerate(details) if detail[1] and detail not in details[:number]]
+    again = ("try", _TOLD_ABOVE)
+    return [one for at, one in enumerate(details) if one[1] and not (one == again and one in details[:at])]
 
 
 def _untold(label: str, text: str, told: Collection[str]) -> str:
@@ -324,8 +338,9 @@ def _of_hang(event: HangSeen) -> Iterator[Detail]:
 
 
 def _of_continued(event: Continued) -> Iterator[Detail]:
-    if event.reason and event.cause != "first":
-        yield "because", event.reason
+    _, known = _BY_A_PERSON.get(event.cause, ("", ""))
+    if reason := event.reason.removeprefix(known).removeprefix("; "):
+        yield "because", reason
     if event.lr_scale != 1:
         yield "rate", f"{event.lr_scale:g} of the configured one"
 
