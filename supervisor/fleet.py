@@ -231,7 +231,7 @@ class Fleet:
         self._hands[name] = _Hand(watched, looks)
         self._others.pop(name, None)
         self._aside.pop(name, None)
-        self._say(name, f"taken up ({watched.run.state.state})")
+        self._say(name, f"taken up ({watched.run.state.state.replace('_', ' ')})")
 
     def _is_free(self, name: str, run_dir: RunDir) -> bool:
         """Whether nobody holds it who lives, by the rules of the lease, and without waiting here."""

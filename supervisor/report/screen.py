@@ -50,7 +50,7 @@ class Screen:
         last = seen.last
         is_training = last is not None and last.attempt == run.attempt and run.state == "training"
         text = self._step(last) if is_training and last is not None else f"{run.state}, {_waits_for(run)}"
-        if text == self._shown or not (is_training or self._is_live):
+        if text == self._shown or run.is_over or not (is_training or self._is_live):
             return
         self._shown, self._shown_at = text, now
         if self._is_live:

@@ -28,7 +28,7 @@ def rollback(args: argparse.Namespace) -> int:
     )
     state = ask(run_dir, asked, sys.stdout)
     if state.is_over:
-        say(f"{run_dir.path.name}: {state.state} meanwhile: {state.reason}")
+        say(f"{run_dir.path.name}: {state.state.replace('_', ' ')} meanwhile: {state.reason}")
         return EXIT_CODE_OF_STATE[state.state]
     if state.plan is not None:
         start, rate = state.plan.resume_from or "scratch", f"{state.plan.lr_scale:g} of the configured rate"

@@ -60,7 +60,7 @@ def _throw_faults(args: argparse.Namespace, config: Config) -> int:
     (state,) = carry_out([run])
     run_dir = run.run_dir
     came = {fault: found for fault in faults if (found := inflicted(run_dir, fault)) is not None}
-    end = f"{state.state}, {state.reason}"
+    end = f"{state.state.replace('_', ' ')}, {state.reason}"
     rows = fault_rows(faults, came, read_journal(run_dir.journal), read_history(run_dir.history), end)
     memory = _memory(run_dir, config.cluster.world_size)
     if args.json:

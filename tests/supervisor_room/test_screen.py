@@ -30,6 +30,9 @@ def test_a_terminal_shows_the_step_on_one_line_that_an_event_clears(monkeypatch:
     assert out.getvalue() == "\r\x1b[Ktiny: step 7/50  loss 2.5000  rate 1e-05"
     shown.event(StopRequested(by="bob", reason="bob asked for a stop"))
     assert out.getvalue().partition("\r\x1b[K")[2].partition("\r\x1b[K")[2].endswith("bob asked for a stop\n")
+    before = out.getvalue()
+    shown.progress(RunState(state="gave_up", attempt=1), Observation(now=0.0))
+    assert out.getvalue() == before, "what a run that is over waits for is nothing"
 
 
 def test_elsewhere_a_line_now_and_then_and_none_of_an_abandoned_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
