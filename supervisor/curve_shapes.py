@@ -125,7 +125,8 @@ def ended_badly(evidence: Evidence) -> Says:
         Outcome.VANISHED,
     ):
         return ()
-    error = f": {last.error.type}: {' '.join(last.error.message.split())[:300]}" if last.error is not None else ""
+    kind = f"{last.error.type}: " if last.error is not None and last.outcome is not Outcome.REFUSED else ""
+    error = f": {kind}{' '.join(last.error.message.split())[:300]}" if last.error is not None else ""
     step = f" after step {last.step}" if last.step else " before its first step"
     return (f"attempt {last.attempt} ended as {last.outcome.value.replace('_', ' ')}{step}{error}", *_gave_up(evidence))
 
