@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from worker.background import Background
-from worker.contract.config import Config
+from worker.contract.config import Config, config_digest
 from worker.contract.directive import Directive
 from worker.contract.manifest import FrozenBase
 from worker.contract.run_dir import RunDir
@@ -46,6 +46,11 @@ class Context:
     restores what fits and proves that it is the same data."""
     laps: Laps = field(default_factory=Laps)
     """How long the parts of this start took so far."""
+
+    @cached_property
+    def config_digest(self) -> str:
+        """The configuration's, which takes some milliseconds to make."""
+        return config_digest(self.config)
 
 
 @dataclass

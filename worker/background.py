@@ -18,7 +18,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from worker.checkpoints import digested_save
-from worker.copying import copy_bytes
+from worker.copying import Copying
+from worker.ema import Ema
 from worker.free_memory import available_bytes
 from worker.wrap import replaced
 
@@ -34,6 +35,7 @@ class KeptMemory:
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._taken: list[torch.Tensor] = []
+        self._copying = Copying()
         self.is_ready = False
 
     def reserve(self, sizes: Counter[int], available: int | None) -> str | None:
@@ -52,16 +54,27 @@ class KeptMemory:
         return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same tensors in kept memory, until ``give_back``; those that share memory share it there too."""
+        """The same tensors in kept memory, until ``give_back``; those that share memory share it there too.
+
+        They are not to be changed, nor their copies to be read, before ``finish``.
+        """
         storages = {id_of(one): one.untyped_storage() for one in tensors}
         places = {key: self._take(storage.nbytes()) for key, storage in storages.items()}
-        copy_bytes(list(places.values()), [bytes_of(one) for one in storages.values()])
+        self._taken += places.values()
+        self._copying.begin(list(places.values()), [bytes_of(one) for one in storages.values()])
         return [placed_like(one, places[id_of(one)].untyped_storage()) for one in tensors]
+
+    def finish(self) -> None:
+        """Return when all copies are made."""
+        self._copying.finish()
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors like these in kept memory, for good; what they hold is no matter."""
+        return [placed_like(one, self._take(one.untyped_storage().nbytes()).untyped_storage()) for one in tensors]
 
     def _take(self, size: int) -> torch.Tensor:
         buffers = self._free[size]
-        self._taken.append(buffers.pop() if buffers else self._buffer(size))
-        return self._taken[-1]
+        return buffers.pop() if buffers else self._buffer(size)
 
     def give_back(self) -> None:
         """Nobody needs the copies any longer."""
@@ -95,6 +108,16 @@ class LargeParts:
         self._memory, self._digests = memory, digests
         self._left: list[Callable[[], None]] = []
         self._copied: dict[int, torch.UntypedStorage] = {}
+
+    def finish(self) -> None:
+        """Return when the copies are made; until then nobody may change what they are of."""
+        self._memory.finish()
+
+    def average_now(self, average: Ema) -> Ema:
+        """The average as it is now, only to be saved: itself where it is written at once."""
+        if self.is_copied and average.is_in_main_memory:
+            return average.lent(self._memory.given)
+        return average.as_now(self.copies)
 
     def write(self) -> None:
         """Write what was copied."""

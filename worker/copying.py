@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,38 +14,49 @@ _MOST_THREADS = 4
 """Memory has no more to give to more of them."""
 
 
-def copy_bytes(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source, [its bytes], to its place in main memory, which is as long.
+class Copying:
+    """Copies that are under way beside whoever began them, until ``finish``.
 
     torch copies in one thread where it computes in one, as it does where several ranks share a host.
     """
-    pairs = list(zip(places, sources, strict=True))
-    for place, source in pairs:
-        if source.device.type != "cpu":
-            place.copy_(source, non_blocking=True)
-    _copy_in_threads([pair for pair in pairs if pair[1].device.type == "cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
+    def __init__(self) -> None:
+        self._left = deque[tuple[Any, Any]]()
+        self._helpers = list[Future[None]]()
+        self._threads: ThreadPoolExecutor | None = None
 
-def _copy_in_threads(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    left = deque[tuple[Any, Any]]()
-    for place, source in pairs:
-        for begin in range(0, len(source), _CHUNK_BYTES):
-            part = slice(begin, begin + _CHUNK_BYTES)
-            left.append((place[part].numpy(), source[part].numpy()))
-    number = min(len(left), len(os.sched_getaffinity(0)), _MOST_THREADS)
-    with ThreadPoolExecutor(max(1, number), thread_name_prefix="copy") as threads:
-        helpers = [threads.submit(_copy_what_is_left, left) for _ in range(number - 1)]
-        _copy_what_is_left(left)
-        for helper in helpers:
+    def begin(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source, [its bytes], which nobody changes meanwhile, to its place in main memory, as long."""
+        for place, source in zip(places, sources, strict=True):
+            if source.device.type == "cpu":
+                self._left += _chunks(place.numpy(), source.numpy())
+            else:
+                place.copy_(source, non_blocking=True)
+        number = min(len(self._left), len(os.sched_getaffinity(0)), _MOST_THREADS)
+        self._threads = self._threads or ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="copy")
+        self._helpers += [self._threads.submit(self._copy_what_is_left) for _ in range(number - 1)]
+
+    def finish(self) -> None:
+        """Take part until all is copied."""
+        self._copy_what_is_left()
+        for helper in self._helpers:
             helper.result()
+        self._helpers.clear()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _copy_what_is_left(self) -> None:
+        while True:
+            try:
+                place, source = self._left.popleft()
+            except IndexError:
+                return
+            np.copyto(place, source)  # lets the other threads run
 
 
-def _copy_what_is_left(left: deque[tuple[Any, Any]]) -> None:
-    while True:
-        try:
-            place, source = left.popleft()
-        except IndexError:
-            return
-        np.copyto(place, source)  # lets the other threads run
+def _chunks(place: Any, source: Any) -> list[tuple[Any, Any]]:
+    parts = [slice(begin, begin + _CHUNK_BYTES) for begin in range(0, len(source), _CHUNK_BYTES)]
+    return [(place[part], source[part]) for part in parts]

@@ -41,6 +41,8 @@ class Ema:
         is_spread = any(own_part(one) is not one for one in self._like.values())
         self._lasting = None if is_spread else model
         self._average = {name: self._placed(own_part(one.detach()).float().clone()) for name, one in trained(model)}
+        self._spare = list[torch.Tensor]()
+        self._is_lent = False
 
     def _placed(self, one: torch.Tensor) -> torch.Tensor:
         return one.cpu() if self._rules.device == "cpu" else one
@@ -50,7 +52,14 @@ class Ema:
         """Take the weights in when ``step``, the number of finished steps, is a multiple of ``every``."""
         if step % self._rules.every:
             return
-        torch._foreach_lerp_(list(self._average.values()), self._weights_of(model), 1.0 - self.next_decay())
+        average, weights, share = list(self._average.values()), self._weights_of(model), 1.0 - self.next_decay()
+        if self._is_lent:
+            for one, weight, place in zip(average, weights, self._spare, strict=True):
+                torch.lerp(one, weight, share, out=place)
+            self._average = dict(zip(self._average, self._spare, strict=True))
+            self._spare, self._is_lent = average, False
+        else:
+            torch._foreach_lerp_(average, weights, share)
         self.num_updates += 1
 
     def _weights_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
@@ -83,6 +92,20 @@ class Ema:
         same = copy.copy(self)
         same._average = dict(zip(self._average, copied(list(self._average.values())), strict=True))
         return same
+
+    @property
+    def is_in_main_memory(self) -> bool:
+        """Whether this rank's part is."""
+        return all(one.device.type == "cpu" for one in self._average.values())
+
+    def lent(self, given: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Self:
+        """This average as it is now, without a copy, until the next one is asked for; it is only to be saved.
+
+        The next update goes elsewhere, into memory that ``given`` returns the first time; and so in turns.
+        """
+        self._spare = self._spare or given(list(self._average.values()))
+        self._is_lent = True
+        return copy.copy(self)
 
     def save(self, path: Path | None) -> str:
         """Write the average and its number of updates to a new file; its digest.

@@ -31,7 +31,6 @@ from worker.checkpoints import (
     retire,
     sync_folders,
 )
-from worker.contract.config import config_digest
 from worker.contract.directive import scale_at
 from worker.contract.files import encode, publish_message
 from worker.contract.loss_history import Record
@@ -68,7 +67,7 @@ class _Staged:
 
     attached: Attached
     as_of: _AsOf | None
-    """None on other ranks than 0."""
+    """None on other ranks than 0, and until it is taken down."""
     average: Ema | None
     step: int
     folder: Path
@@ -98,33 +97,38 @@ def save_checkpoint(
     began, step, background = time.monotonic(), attached.trainer.state.global_step, attached.background
     attached.heart.beat("saving", step)
     is_beside = background is not None and world.from_rank_zero(lambda: _is_beside(attached, may_be_beside))
-    as_of = _as_of_now(attached, is_asked)
     start = attached.context.start
     folder = attached.context.run.staged(start.attempt, start.restart, step)
     with digesting_torch_save() as digests, ExitStack() as stack:
-        staged = _Staged(attached, as_of, attached.average, step, folder, digests)
+        staged = _Staged(attached, None, attached.average, step, folder, digests)
         stack.enter_context(replaced(attached.trainer, "_get_output_dir", lambda trial: str(staged.own)))
         stack.enter_context(own_names(attached.model))
         state = attached.trainer.state
         stack.enter_context(replaced(state, "log_history", state.log_history[-_LOGGED:]))
-        large = LargeParts(background.memory, digests, is_beside) if background and as_of else None
+        large = LargeParts(background.memory, digests, is_beside) if background and attached.segment else None
         if large is not None:
             stack.enter_context(large.noted())
         original(model, trial)
-    _go_on(_taken_down(staged, large), large, is_beside, began)
+    _go_on(_taken_down(staged, large, is_asked), large, is_beside, began)
     if attached.segment is not None:
         attached.segment.note(save_s=time.monotonic() - began)
     attached.heart.beat("training", step)
 
 
-def _taken_down(staged: _Staged, large: LargeParts | None) -> _Staged:
-    """Weights and average as they are now: copies where they were copied, and looked at where they were not."""
+def _taken_down(staged: _Staged, large: LargeParts | None, is_asked: bool) -> _Staged:
+    """Everything of now: weights and average, looked at where they were not copied, and what goes beside them.
+
+    The probe is computed while the copies are made: neither changes anything.
+    """
     average, weights, copies = staged.average, own_weights(staged.attached.model), list[torch.Tensor]()
     if large is not None:
-        average = average and average.as_now(large.copies)
+        average = average and large.average_now(average)
         weights, copies = large.parted(weights)
     finite = all(world.of_all_ranks(are_finite(weights)))
-    return replace(staged, average=average, are_finite=finite, unseen=copies)
+    as_of = _as_of_now(staged.attached, is_asked)
+    if large is not None:
+        large.finish()
+    return replace(staged, as_of=as_of, average=average, are_finite=finite, unseen=copies)
 
 
 def _go_on(staged: _Staged, large: LargeParts | None, is_beside: bool, began: float) -> None:
@@ -270,7 +274,7 @@ def _manifest(attached: Attached, segment: int, probe: float | None, num_samples
         gradient_accumulation=trainer.args.gradient_accumulation_steps,
         max_steps=trainer.state.max_steps,
         seed=trainer.args.seed,
-        config_digest=config_digest(context.config),
+        config_digest=context.config_digest,
         data_digest=context.data_digest,
         lr_scale=scale_at(context.directive, step),
         skip_batches=context.directive.skip_batches,

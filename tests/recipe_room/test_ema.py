@@ -119,6 +119,27 @@ def test_a_restart_changes_nothing(tmp_path_factory: pytest.TempPathFactory, cut
     assert ema.num_updates == whole.num_updates == 13
 
 
+@given(st.sets(st.integers(1, 20)))
+def test_one_that_is_lent_stays_as_it_was_and_the_average_goes_on_bit_by_bit(lent_at: set[int]) -> None:
+    rules, model, asked = EmaConfig(decay=0.9, every=2), torch.nn.Linear(3, 2), list[int]()
+
+    def given(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        asked.append(len(tensors))
+        return [torch.full_like(one, torch.nan) for one in tensors]
+
+    plain, ema = Ema(model, rules), Ema(model, rules)
+    for step in range(1, 21):
+        moved(model, step)
+        plain.update(model, step)
+        ema.update(model, step)
+        if step in lent_at:
+            lent, before = ema.lent(given), ema.digest()
+        if lent_at and step >= min(lent_at):
+            assert lent.digest() == before
+        assert ema.digest() == plain.digest()
+    assert asked == [2] * bool(lent_at)
+
+
 def test_the_digest_names_every_bit() -> None:
     model = torch.nn.Linear(3, 2)
     ema = Ema(model, EmaConfig(every=1))

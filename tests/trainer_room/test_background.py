@@ -63,6 +63,7 @@ def test_a_copy_is_written_byte_for_byte_as_the_state_was(tmp_path: Path, is_res
             safetensors.save_file(tensors, tmp_path / "model.safetensors")
             torch.save({"small": 1}, tmp_path / "small.pt")
         assert (tmp_path / "small.pt").exists()
+        large.finish()
         for one in (now["same"], now["state"][1]["part"], now["half"]):
             one.zero_()
         now["param_groups"][0]["lr"] = 0.2
@@ -79,7 +80,10 @@ def test_every_byte_is_copied_by_however_many_threads(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
     sources = [torch.randint(256, (length,), dtype=torch.uint8) for length in (0, 1, 99, 100, 101, 12_345)]
     places = [torch.zeros_like(one) for one in sources]
-    copying.copy_bytes(places, sources)
+    under_way = copying.Copying()
+    for part in (slice(2), slice(2, None)):  # the second while the first may be under way
+        under_way.begin(places[part], sources[part])
+    under_way.finish()
     assert all(torch.equal(one, other) for one, other in zip(places, sources, strict=True))
 
 
@@ -88,6 +92,7 @@ def test_what_was_not_copied_is_looked_at_at_once_and_what_was_as_it_was(tmp_pat
     large = LargeParts(KeptMemory(), {}, is_copied=True)
     with large.noted():
         torch.save({"weights": [copied.detach().t(), torch.full((2,), math.nan)]}, tmp_path / "optimizer.pt")
+    large.finish()
     rest, copies = large.parted([copied.detach(), other.detach()])
     assert [one.data_ptr() for one in rest] == [other.data_ptr()]
     assert [one.shape for one in copies] == [copied.shape]
