@@ -35,14 +35,13 @@ _AFTER_ANOTHER: Final = (
     "another rank ended first, and its agent may be gone with it: attempts/ has the exit reports of those that wrote "
     "one, logs/train.log the last words"
 )
-_NOTHING_TO_LOSE: Final = (
-    "there is no checkpoint yet, so nothing is lost by beginning anew: edit config.yaml in the run's folder and "
-    "higgsfield resume, or remove that folder"
-)
 
 
-def advice(event: Event) -> Iterator[tuple[str, str]]:
-    """What to try after an event: pairs of the word ``try`` and a text; none where there is nothing to do."""
+def advice(event: Event, folder: str = "") -> Iterator[tuple[str, str]]:
+    """What to try after an event: pairs of the word ``try`` and a text; none where there is nothing to do.
+
+    ``folder`` is the run's, for commands that a person can paste; empty for a text that names none.
+    """
     match event:
         case RolledBack() if event.cause == "rollback":
             return  # a person asked for it, and knows why
@@ -57,7 +56,7 @@ def advice(event: Event) -> Iterator[tuple[str, str]]:
         case GaveUp():
             found = after_giving_up(event)
             yield from (("try", text) for text in found)
-            yield "try", _NOTHING_TO_LOSE if event.saved_step is None else f"{first(found)}, then higgsfield resume"
+            yield "try", _go_on(event, found, folder)
         case _:
             return
 
@@ -67,6 +66,15 @@ def after_giving_up(event: GaveUp) -> list[str]:
     memory = _ADVICE["out_of_memory"] if event.reason.startswith("out of memory") else None
     settings = event.diagnosis.next if event.diagnosis is not None else None
     return [text for text in (_after_crash(event.reason), memory, settings) if text is not None]
+
+
+def _go_on(event: GaveUp, found: Sequence[str], folder: str) -> str:
+    resume = f"higgsfield resume {folder}".rstrip()
+    if event.saved_step is not None:
+        return f"{first(found)}, then {resume}"
+    config, whole = (f"{folder}/config.yaml", folder) if folder else ("config.yaml in the run's folder", "that folder")
+    new = f"edit {config} and {resume}, or remove {whole}"
+    return f"there is no checkpoint yet, so nothing is lost by beginning anew: {new}"
 
 
 def first(found: Sequence[str]) -> str:

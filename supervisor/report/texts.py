@@ -50,11 +50,14 @@ _TOLD_ABOVE: Final = "as above"
 _OBSERVED: Final = "not done, for recovery.mode is observe: "
 
 
-_BY_A_PERSON: Final = {
-    "first": ("begun", "the run begins"),
-    "resumed": ("resumed", "a person asked for the run to go on"),
+_BY_A_PERSON: Final = {"first": "begun", "resumed": "resumed"}
+"""Of causes of an attempt, the word."""
+_SAYS_NO_MORE: Final = {
+    "first": "the run begins",
+    "resumed": "a person asked for the run to go on",
+    "time_limit": "the time limit came",
 }
-"""Of causes of an attempt the word, and the reason that says no more."""
+"""Reasons of attempts that say no more than their cause."""
 _WORDS: Final = {
     "RunCreated": "created",
     "SupervisorStarted": "supervisor",
@@ -116,7 +119,7 @@ def word_of(event: Event) -> str:
     """One or two words for the kind of an event; its own name in small letters where nothing better is known."""
     cause = getattr(event, "cause", None)
     if cause in _BY_A_PERSON:
-        return _BY_A_PERSON[cause][0]
+        return _BY_A_PERSON[cause]
     if event.event == "NodeExcluded" and getattr(event, "until", None) is None:
         return "node allowed"
     return _WORDS.get(event.event) or re.sub(r"(?<!^)(?=[A-Z])", " ", event.event).lower()
@@ -213,7 +216,7 @@ def details_of(event: Event, cost: Interruption | None = None, folder: str = "")
     details = _DETAILS[type(event)](event) if type(event) in _DETAILS else iter(())
     if isinstance(event, Finished) and folder:
         details = iter((("model", f"{folder}/final"), ("report", f"{folder}/report.html")))
-    return [*details, *([("cost", cost_text(cost))] if cost is not None else []), *advice(event)]
+    return [*details, *([("cost", cost_text(cost))] if cost is not None else []), *advice(event, folder)]
 
 
 def details_once(event: Event, cost: Interruption | None, listing: Listing) -> list[Detail]:
@@ -338,8 +341,7 @@ def _of_hang(event: HangSeen) -> Iterator[Detail]:
 
 
 def _of_continued(event: Continued) -> Iterator[Detail]:
-    _, known = _BY_A_PERSON.get(event.cause, ("", ""))
-    if reason := event.reason.removeprefix(known).removeprefix("; "):
+    if reason := event.reason.removeprefix(_SAYS_NO_MORE.get(event.cause, "")).removeprefix("; "):
         yield "because", reason
     if event.lr_scale != 1:
         yield "rate", f"{event.lr_scale:g} of the configured one"
