@@ -16,13 +16,13 @@ from worker.randomness import random_states_aside
 from worker.shards import own_part
 
 _MOST_SAMPLES: Final = 4
-_ENOUGH_LABELS: Final = 32
-"""A loss of fewer tokens may be small, and other kernels change it by much of itself."""
+_ENOUGH_LABELS: Final = 31
+"""A sample of 32 tokens has them. A loss of fewer may be small, and other kernels change it by much of itself."""
 _NOT_LEARNED: Final = -100
 
 
 def probe_samples(trainer: Trainer) -> int:
-    """How many of the first training samples a probe takes: the fewest with 32 labels to be learned, 4 at most.
+    """How many of the first training samples a probe takes: the fewest with 31 labels to be learned, 4 at most.
 
     Training stands still for every one.
     """

@@ -431,7 +431,8 @@ def test_a_bad_checkpoint_is_never_passed_over_for_a_newer_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("learned", "expected"), [([40, 40], 1), ([31, 1, 40], 2), ([0, 8, 8, 8, 40], 4), ([3], 1), ([None] * 9, 4)]
+    ("learned", "expected"),
+    [([40, 40], 1), ([31, 40], 1), ([30, 1, 40], 2), ([0, 8, 8, 8, 40], 4), ([3], 1), ([None] * 9, 4)],
 )
 def test_a_probe_takes_the_fewest_samples_with_something_to_tell(learned: list[int | None], expected: int) -> None:
     samples = [{"input_ids": torch.ones(50)} for _ in learned]
