@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -94,8 +93,9 @@ class RunFiles:
         self.directive = directive
         self._attempt = directive.attempt
         self._check_claim = check_claim
-        self._directive, self._claim = run.directive, run.claim(directive.attempt)
-        self._stop, self._save = run.stop_file, run.save_file
+        self._directive, self._stop, self._save = run.directive, run.stop_file, run.save_file
+        self._directive_name, self._claim_name = str(run.directive), str(run.claim(directive.attempt))
+        self._asking_names = str(run.stop_file), str(run.save_file)
         self._directive_seen: Identity | None = None
         self._claim_seen: Identity | None = None
         self._answered_ns: int | None = None
@@ -112,7 +112,7 @@ class RunFiles:
         self._read_directive()
         if self.directive.attempt != self._attempt:
             raise FencedError(f"attempt {self.directive.attempt} is under way")
-        identity = identity_of(self._claim)
+        identity = identity_of(self._claim_name)
         if identity is None or identity != self._claim_seen:
             try:
                 self._check_claim()
@@ -125,7 +125,7 @@ class RunFiles:
 
         It is published whole, so that each has an inode of its own.
         """
-        identity = identity_of(self._directive)
+        identity = identity_of(self._directive_name)
         if identity is None or identity == self._directive_seen:
             return
         try:
@@ -162,10 +162,10 @@ class RunFiles:
     def _asked(self) -> Ask:
         if self.directive.stop is not None:
             return Ask.STOP_NOW if self.directive.stop == "now" else Ask.STOP
-        if os.access(self._stop, os.F_OK) and is_left(self._stop):
-            return Ask.STOP
-        if not os.access(self._save, os.F_OK):  # raises nothing, which costs more than looking
+        if not any(os.access(name, os.F_OK) for name in self._asking_names):  # raises nothing, which would cost more
             return Ask.NOTHING
+        if is_left(self._stop):
+            return Ask.STOP
         return Ask.NOTHING if self._save_touched() in (None, self._answered_ns) else Ask.SAVE
 
     def _save_touched(self) -> int | None:
@@ -186,7 +186,7 @@ class RunFiles:
             _log.warning("%s: was obeyed and cannot be removed (%s)", self._save, error.strerror)
 
 
-def identity_of(path: Path) -> Identity | None:
+def identity_of(path: str) -> Identity | None:
     """Inode, time and size of a file, None where there is none; opened, because NFS answers a mere stat from memory."""
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -83,6 +83,7 @@ class StepTap:
         self._rate = 0.0
         self._scale: float | None = None
         self._tokens = 0
+        self._device, self._num_ranks = trainer.args.device, world.world_size()
         self._began = self._got_data = time.monotonic()
         wrap(trainer, "training_step", self._add_loss)
         wrap(trainer, "_get_grad_norm", self._keep_norm)
@@ -131,14 +132,14 @@ class StepTap:
         measured = Measured(
             step=state.global_step,
             epoch=float(state.epoch or 0.0),
-            rows=_rows(self._row(ask, alarm), self._trainer.args.device),
+            rows=_rows(self._row(ask, alarm), self._device, self._num_ranks),
             rate=self._rate,
             knows_norm=self._norm is not None,
             scaler_skipped=_fell(scale_before, self._scale),
             loss_scale=self._scale,
             step_s=seconds,
             data_wait_s=self._got_data - self._began,
-            tokens_per_s=self._tokens * world.world_size() / max(seconds, 1e-9),
+            tokens_per_s=self._tokens * self._num_ranks / max(seconds, 1e-9),
             alarm=alarm,
         )
         self._loss = self._norm = None
@@ -154,9 +155,9 @@ class StepTap:
         return self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient, gravity
 
 
-def _rows(row: Sequence[Number], device: torch.device) -> Later | Here:
+def _rows(row: Sequence[Number], device: torch.device, num_ranks: int) -> Later | Here:
     """The rows of all ranks; nobody waits for a device."""
-    if device.type == "cpu" and not world.is_many():
+    if device.type == "cpu" and num_ranks == 1:
         return Here(row)
     return Later(world.rows_of_all_ranks(torch.stack([_on_device(number, device) for number in row])))
 

@@ -86,6 +86,7 @@ def test_under_fp16_the_scaler_decides_alone(scaler: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), math.nan)
     trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(device=weight.device),
         optimizer=torch.optim.SGD([weight], lr=0.1),
         accelerator=SimpleNamespace(scaler=scaler),
         training_step=None,

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-_ENCODER: Final = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(", ", ": "))
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=True, allow_nan=False, check_circular=False, separators=(", ", ": "))
 _LARGEST_BYTES: Final = 64 << 20
 """Of any file that is read whole: the journal of a run that lives for years has a tenth of it."""
 
