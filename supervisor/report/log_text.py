@@ -16,10 +16,14 @@ from supervisor.journal import (
     GaveUp,
     HangSeen,
     JobSeen,
+    Pinned,
     Preempted,
+    ResumeRequested,
+    RollbackRequested,
     RolledBack,
     SegmentStarted,
     Stopped,
+    StopRequested,
     Submitted,
     SupervisorStarted,
     VerdictSeen,
@@ -109,12 +113,15 @@ def entry_lines(event: Event, cost: Interruption | None, width: int, listing: Li
     return lay_out(event, stamp, cost, width, listing)
 
 
-_MILESTONES: Final = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)
+_BY_A_PERSON: Final = (StopRequested, ResumeRequested, RollbackRequested, Pinned)
+_WHAT_CAME: Final = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)
 
 
 def milestones(events: Sequence[Event]) -> set[int]:
-    """Places of the events that are the rollback log proper: attempts, requeues, verdicts, hangs, and how it ended."""
-    return put_back(events) | {number for number, event in enumerate(events) if isinstance(event, _MILESTONES)}
+    """Places of the events that are the rollback log proper: attempts, requeues, verdicts, hangs, what a person asked
+    for, and how it ended."""
+    told = _WHAT_CAME + _BY_A_PERSON
+    return put_back(events) | {number for number, event in enumerate(events) if isinstance(event, told)}
 
 
 def costs_of(accounting: Accounting) -> Mapping[int, Interruption]:
@@ -188,6 +195,7 @@ _HAPPENED: Final = {
     "resumed": "a person resumed it",
     "requeued": "Slurm put its job back into the queue",
     "rollback": "a person asked for a rollback",
+    "gave_up": "it gave up",
 }
 
 
@@ -214,14 +222,23 @@ def _story(events: Sequence[Event]) -> Iterator[str]:
 def _happenings(events: Sequence[Event]) -> Iterator[tuple[str, int | None]]:
     """What interrupted the run, each with its step where it has one; a requeue that an attempt answers is told once."""
     requeues, last = put_back(events), ending_of(events)
+    verdict: VerdictSeen | None = None
     for number, event in enumerate(events):
         match event:
+            case VerdictSeen() if not event.observed:
+                verdict = event
+                yield event.kind, event.step
             case RolledBack():
-                yield event.cause, event.verdict_step
+                if verdict is None or event.cause != verdict.kind:
+                    yield event.cause, event.verdict_step
+                verdict = None
             case Continued():
+                verdict = None
                 yield cause_of(event).replace(" ", "_"), None
             case GaveUp():
                 yield from _unanswered(events[:number])
+                if event is not last:
+                    yield "gave_up", None
             case Stopped() if event is not last:
                 yield "stopped", event.saved_step
             case Preempted() if not _is_answered(events[number + 1 :]):
@@ -236,13 +253,10 @@ _ENDED: Final = {Outcome.CRASHED: "crash", Outcome.ENDED: "crash", Outcome.OUT_O
 
 
 def _unanswered(before: Sequence[Event]) -> Iterator[tuple[str, int | None]]:
-    """What a run gave up over: a verdict or an end of the worker that no attempt has answered."""
+    """The end of the worker that a run gave up over, where no attempt has answered it."""
     for event in reversed(before):
         match event:
-            case RolledBack() | Continued():
-                return
-            case VerdictSeen():
-                yield event.kind, event.step
+            case RolledBack() | Continued() | VerdictSeen():
                 return
             case WorkerLeft() if event.outcome in _ENDED:
                 is_kill = "killed by signal" in event.reason

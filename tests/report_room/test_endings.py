@@ -11,7 +11,7 @@ import pytest
 from supervisor.journal import Continued, GaveUp, JobSeen, RolledBack, SegmentStarted, WouldHaveDone
 from supervisor.report.accounting import account
 from supervisor.report.figures import node_hours
-from supervisor.report.log_text import closing_summary, entry_lines
+from supervisor.report.log_text import closing_summary, entry_lines, milestones
 from supervisor.report.standing_text import list_lines
 from supervisor.report.texts import WIDTH, Listing, details_of, step_of
 from supervisor.requests import Request
@@ -168,6 +168,24 @@ def test_a_run_that_gave_up_names_the_keys_to_change_where_they_are_known(tmp_pa
     assert dict(details_of(nothing))["try"] == "mend what made it give up, then higgsfield resume"
     memory = nothing.model_copy(update={"reason": "out of memory again, without a new healthy checkpoint: ..."})
     assert "training.batch_size" in details_of(memory)[0][1]
+
+
+def test_each_verdict_and_each_giving_up_is_counted_once_and_a_persons_words_are_told(tmp_path: Path) -> None:
+    stage = Slow(tmp_path, recovery={"spike": {"max_rollbacks": 1}})
+    stage.start_after(5)
+    for _ in range(2):
+        stage.train(38, "spike", onset=36, loss=9.0)
+        stage.leave(Outcome.VERDICT)
+        stage.settle()
+    assert stage.state == "gave_up"
+    spiked = "What happened: the loss spiked 2 times (steps 38, 38)"
+    assert f"{spiked}." in closing_summary(stage.events, stage.story.accounting())
+    publish_message(stage.run_dir.request, Request(verb="rollback", by="ada", to=0, lr_scale=1.0, asked_at=1.0))
+    stage.settle()
+    told = closing_summary(stage.events, stage.story.accounting())
+    assert f"{spiked}; it gave up; a person asked for a rollback (step 38)." in told
+    shown = [stage.events[number].event for number in sorted(milestones(stage.events))]
+    assert shown[-3:] == ["GaveUp", "RollbackRequested", "RolledBack"]
 
 
 def test_a_long_reason_is_cut_at_the_terminals_width(tmp_path: Path) -> None:
