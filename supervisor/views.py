@@ -17,7 +17,7 @@ from supervisor.page_file import page_place, publish_page
 from supervisor.report.accounting import Accounting, account
 from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import printable
-from supervisor.report.log_text import closing_summary, costs_of, entry_lines, log_lines, milestones
+from supervisor.report.log_text import closing_summary, costs_of, entry_lines, late_cost_lines, log_lines, milestones
 from supervisor.report.page import Facts, render
 from supervisor.report.standing_text import detail_lines, list_lines, stands_still
 from supervisor.report.texts import WIDTH, Listing, is_told
@@ -135,10 +135,11 @@ def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[floa
     for events, event in _arriving(run_dir, sleep):
         if event.time < since or not is_told(event):
             continue
-        cost = None
+        lines = entry_lines(event, None, columns(out), listing)
         if isinstance(event, SegmentStarted):
-            cost = accounting_of(run_dir, events).cost_of_segment(event.segment)
-        print("\n".join(entry_lines(event, cost, columns(out), listing)), file=out, flush=True)
+            costs = accounting_of(run_dir, events).costs_of_segment(event.segment)
+            lines += [line for cost in costs for line in late_cost_lines(events, cost, columns(out))]
+        print("\n".join(lines), file=out, flush=True)
     print("\n".join(["", *_summary(run_dir, read_evidence(run_dir))]), file=out, flush=True)
 
 

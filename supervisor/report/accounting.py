@@ -18,15 +18,17 @@ from supervisor.journal import (
     Event,
     Finished,
     GaveUp,
+    HangSeen,
     JobSeen,
     ResumeRequested,
     RolledBack,
     RunCreated,
     Stopped,
     Submitted,
+    VerdictSeen,
     WorkerLeft,
 )
-from supervisor.report.interruptions import Interruption, add_up, first_step_began, interruptions
+from supervisor.report.interruptions import Interruption, first_step_began, interruptions
 from supervisor.report.spans import Kind, Span
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record
@@ -46,9 +48,9 @@ class Accounting:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time, pauses left out, that went into steps that count; None before there was any."""
+        """Share of the time, pauses left out, that went into steps that count and evaluations; None before any."""
         active = self.wall_s - self.seconds("paused")
-        return self.seconds("training") / active if active > 0 else None
+        return (self.seconds("training") + self.seconds("evaluating")) / active if active > 0 else None
 
     def seconds(self, kind: Kind, attempt: int | None = None) -> float:
         """Time of one kind, of one attempt or of all."""
@@ -58,10 +60,9 @@ class Accounting:
         """Allocated node-seconds of some kinds, or of all."""
         return sum(s.seconds * s.nodes for s in self.spans if not kinds or s.kind in kinds)
 
-    def cost_of_segment(self, number: int) -> Interruption | None:
-        """What went before a start of the trainer, whatever caused it; None before the first one."""
-        shares = [each for each in self.interruptions if each.segment == number]
-        return add_up(shares) if shares else None
+    def costs_of_segment(self, number: int) -> list[Interruption]:
+        """What went before a start of the trainer, cause by cause; nothing before the first one."""
+        return [each for each in self.interruptions if each.segment == number]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def account(events: Sequence[Event], records: Sequence[Record], now: float, node
     records = [one for one in records if not one.adopted]  # those took nobody's time here
     segments = _segments(records)
     marks = sorted(
-        [*_journal_marks(events, segments), *_history_marks(events, segments, _survivors(records))],
+        [*_history_marks(events, segments, _survivors(records)), *_journal_marks(events, segments)],
         key=lambda mark: mark.time,
     )
     spans = tuple(_spans(marks, _end(events, records, now), _nodes_of_attempts(events), nodes))
@@ -89,12 +90,22 @@ def account(events: Sequence[Event], records: Sequence[Record], now: float, node
 
 
 def _end(events: Sequence[Event], records: Sequence[Record], now: float) -> float:
-    """Of a run that is over its ending; of one that waits, now; of one that trains, its last step."""
-    last, ending = events[-1], ending_of(events)
+    """Of a run that is over its ending; of one that waits, now; of one that trains, saves or evaluates, its last step.
+
+    It trains as long as the journal has no word of its job or its worker since that step.
+    """
+    ending, trained = ending_of(events), records[-1].time if records else 0.0
     if ending is not None:
         return ending.time
-    trained = records[-1].time if records else 0.0
-    return trained if trained > last.time else max(now, last.time)
+    if records and not any(event.time > trained and _ends_steps(event) for event in events):
+        return trained
+    return max(now, events[-1].time)
+
+
+def _ends_steps(event: Event) -> bool:
+    return isinstance(event, VerdictSeen | HangSeen | WorkerLeft) or (
+        _mark_of(event, None) is not None and not (isinstance(event, JobSeen) and event.state == JobState.RUNNING.value)
+    )
 
 
 def _segments(records: Sequence[Record]) -> list[list[Record]]:
@@ -118,8 +129,6 @@ def _survivors(records: Sequence[Record]) -> set[int]:
 
 # -- marks -------------------------------------------------------------------------------------------------------------
 
-_UNSEEN_S: Final = 60.0
-"""A supervisor that lives sees a job's end within this time."""
 _IN_QUEUE: Final = frozenset({JobState.PENDING, JobState.REQUEUED, JobState.HELD})
 
 
@@ -132,7 +141,8 @@ def _journal_marks(events: Sequence[Event], segments: Sequence[Sequence[Record]]
         mark = _mark_of(event, job)
         if isinstance(event, JobSeen):
             job = event
-            mark = mark and replace(mark, time=max(known_until, job_since(event)))
+            stepped = max((end for _, end in times if end <= event.time), default=0.0)
+            mark = mark and replace(mark, time=max(known_until, stepped, job_since(event)))
         known_until = mark.time if mark else known_until
         if mark is not None and not any(begin <= mark.time < end for begin, end in times):
             yield mark
@@ -160,8 +170,7 @@ def _mark_of(event: Event, job: JobSeen | None) -> _Mark | None:
 
 def job_since(seen: JobSeen) -> float:
     """When a job came to be as it was seen: of one that is over its end, long ago where nobody supervised it."""
-    ended = seen.ends_at if JobState(seen.state).is_over and seen.ends_at else seen.time
-    return ended if seen.time - ended > _UNSEEN_S else seen.time
+    return min(seen.ends_at, seen.time) if JobState(seen.state).is_over and seen.ends_at else seen.time
 
 
 def _mark_of_job(seen: JobSeen, before: JobSeen | None) -> _Mark | None:
@@ -181,26 +190,34 @@ def _mark_of_job(seen: JobSeen, before: JobSeen | None) -> _Mark | None:
 def _history_marks(
     events: Sequence[Event], segments: Sequence[Sequence[Record]], survivors: set[int]
 ) -> Iterator[_Mark]:
-    """What the history says: steps, saves between them, and what followed the last one of a segment."""
+    """What the history says: steps, evaluations and saves between them, and what followed the last one of a segment."""
     suspended = _suspensions(events)
     for segment in segments:
         attempt = segment[0].attempt
         kind: Kind = "training" if id(segment[0]) in survivors else "repeated"
         yield _Mark(first_step_began(segment), kind, attempt, holds=True)
         for before, record in pairwise(segment):
-            if record.save_s:
-                yield _Mark(before.time, "saving", attempt, holds=True)
-                yield _Mark(min(record.time, before.time + record.save_s), kind, attempt, holds=True)
+            evaluation_s, save_s = _evaluation_s(before, record), record.save_s or 0.0
+            if evaluation_s:
+                yield _Mark(before.time, "evaluating", attempt, holds=True)
+            if save_s:
+                yield _Mark(before.time + evaluation_s, "saving", attempt, holds=True)
             now: Kind = "training" if id(record) in survivors else "repeated"
-            if now != kind:
+            if now != kind or evaluation_s or save_s:
                 kind = now
-                yield _Mark(before.time + (record.save_s or 0.0), kind, attempt, holds=True)
+                yield _Mark(min(record.time, before.time + evaluation_s + save_s), kind, attempt, holds=True)
             for begin, end in suspended:
                 if begin < record.time and end > before.time:
                     yield _Mark(max(begin, before.time), "lost", attempt, holds=True)
                     yield _Mark(min(end, record.time), kind, attempt, holds=True)
-        after: Kind = "saving" if _saved_at_the_end(events, segment[-1]) else "lost"
-        yield _Mark(segment[-1].time, after, attempt, holds=True)
+        yield _Mark(segment[-1].time, _after_the_last(events, segment[-1]), attempt, holds=True)
+
+
+def _evaluation_s(before: Record, record: Record) -> float:
+    """How long the evaluation between two steps took: what neither the step nor a save did."""
+    if record.step_s is None or (record.eval_loss is None and record.ema_eval_loss is None):
+        return 0.0
+    return max(0.0, record.time - before.time - record.step_s - (record.save_s or 0.0))
 
 
 def _suspensions(events: Sequence[Event]) -> list[tuple[float, float]]:
@@ -208,14 +225,16 @@ def _suspensions(events: Sequence[Event]) -> list[tuple[float, float]]:
     return [(a.time, b.time) for a, b in pairwise(jobs) if a.state == JobState.SUSPENDED.value]
 
 
-def _saved_at_the_end(events: Sequence[Event], last: Record) -> bool:
-    """Whether the worker left this segment in order, with its state or its finished weights saved."""
+def _after_the_last(events: Sequence[Event], last: Record) -> Kind:
+    """What followed the last step of a segment: the end of the run's training, a save and an exit, or nothing good."""
     key = last.attempt, last.restart
     reports = [e for e in events if isinstance(e, WorkerLeft) and (e.attempt, e.restart) == key]
     left = next((e for e in reports if e.time >= last.time), None)
     if left is None:
-        return False
-    return left.outcome is Outcome.DONE or (left.outcome is Outcome.LEFT and left.saved_step == last.step)
+        return "lost"
+    if left.outcome is Outcome.DONE:
+        return "finishing"
+    return "saving" if left.outcome is Outcome.LEFT and left.saved_step == last.step else "lost"
 
 
 # -- spans -------------------------------------------------------------------------------------------------------------

@@ -30,15 +30,27 @@ from supervisor.journal import (
     WorkerLeft,
     WouldHaveDone,
 )
+from supervisor.lease import BEAT_EVERY_S
 from supervisor.report.accounting import Accounting, job_since
 from supervisor.report.diagnosis_text import in_one_line
 from supervisor.report.figures import duration, local_clock, local_day, local_time, node_hours, printable, share
 from supervisor.report.interruptions import Interruption, put_back
 from supervisor.report.spans import KINDS
-from supervisor.report.texts import WIDTH, Listing, cause_of, is_told, lay_out, step_of, word_of
+from supervisor.report.texts import (
+    WIDTH,
+    Listing,
+    cause_of,
+    cost_text,
+    detail_lines,
+    is_told,
+    lay_out,
+    step_of,
+    word_of,
+)
 from worker.contract.exit_report import Outcome
 from worker.contract.words import count
 
+_STAMP_WIDTH: Final = 22
 _UNITS_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -102,15 +114,23 @@ def _alone_since(events: Sequence[Event], started: int) -> float | None:
             return None
         if isinstance(event, JobSeen):
             begun = job_since(event)
-            return begun if begun < events[started].time else None
+            return begun if events[started].time - begun > BEAT_EVERY_S else None
     return None
 
 
 def entry_lines(event: Event, cost: Interruption | None, width: int, listing: Listing) -> list[str]:
     """One event as the log shows it: time, step, word, text, details."""
     step = step_of(event)
-    stamp = f"{local_clock(event.time)}  {'' if step is None else f'step {step}':<11} "
+    at = "" if step is None else f"step {step}"
+    stamp = f"{local_clock(event.time)}  {at:<{_STAMP_WIDTH - 11}} "
     return lay_out(event, stamp, cost, width, listing)
+
+
+def late_cost_lines(events: Sequence[Event], cost: Interruption, width: int) -> list[str]:
+    """What an event had cost, told where that became known: below the start that it led to."""
+    cause = None if cost.event is None else events[cost.event]
+    named = "" if cause is None else f"of {word_of(cause)} at {local_clock(cause.time)}: "
+    return detail_lines(_STAMP_WIDTH, "cost", f"{named}{cost_text(cost)}", width)
 
 
 _BY_A_PERSON: Final = (StopRequested, ResumeRequested, RollbackRequested, Pinned)

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-Kind = Literal["training", "repeated", "saving", "starting", "queued", "lost", "paused"]
+Kind = Literal["training", "repeated", "evaluating", "saving", "finishing", "starting", "queued", "lost", "paused"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 MEANING: Final[dict[Kind, str]] = {
     "training": "steps that count",
     "repeated": "steps that were undone and made again",
+    "evaluating": "the loss on held-out text",
     "saving": "writing checkpoints",
+    "finishing": "after the last step: its evaluation, the finished weights",
     "starting": "loading, restoring, proving",
     "queued": "waiting in the queue",
     "lost": "noticing, deciding, no job, or a job that does not train",

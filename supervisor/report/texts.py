@@ -153,9 +153,14 @@ def lay_out(event: Event, stamp: str, cost: Interruption | None, width: int, lis
     """An event below each other: ``stamp``, its word, its text, and its labelled details, ``width`` columns wide."""
     lines = _wrap(f"{stamp}{word_of(event):<{_WORD_WIDTH}}", " " * (len(stamp) + _WORD_WIDTH), text_of(event), width)
     for label, text in details_once(event, cost, listing):
-        head = " " * (len(stamp) + 2) + (f"{label:<{_LABEL_WIDTH}} " if label else " " * (_LABEL_WIDTH + 1))
-        lines += _wrap(head, " " * len(head), text, width)
+        lines += detail_lines(len(stamp), label, text, width)
     return lines
+
+
+def detail_lines(indent: int, label: str, text: str, width: int) -> list[str]:
+    """A labelled detail of an event whose stamp is ``indent`` wide."""
+    head = " " * (indent + 2) + (f"{label:<{_LABEL_WIDTH}} " if label else " " * (_LABEL_WIDTH + 1))
+    return _wrap(head, " " * len(head), text, width)
 
 
 def _wrap(head: str, margin: str, text: str, width: int) -> list[str]:

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supervisor.journal import Finished, JobSeen, Submitted
+from supervisor.journal import Event, Finished, JobSeen, ProgressMade, StopRequested, Submitted, WorkerLeft
 from supervisor.report.accounting import Accounting, account
 from supervisor.report.spans import KINDS
 from tests.report_room.stories import PLAYED, REAL, Slow, Story, healthy, node_failures, one_spike, preemption_storm
 from tests.report_room.stories import recorded as real
+from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import record
 
 
@@ -43,7 +44,8 @@ def test_the_seconds_of_a_real_run_add_up_to_its_wall_time(name: str) -> None:
 def test_a_healthy_run_waits_starts_trains_and_saves(tmp_path: Path) -> None:
     found = healthy(tmp_path).story.accounting()
     assert found.seconds("training") == 100 * Slow.step_s
-    assert found.seconds("saving") == pytest.approx(9 * Slow.save_s + 1, abs=2)  # after the last step: until it left
+    assert found.seconds("saving") == pytest.approx(9 * Slow.save_s)
+    assert found.seconds("finishing") == pytest.approx(1, abs=2)  # after the last step: until it left
     assert found.seconds("queued") == pytest.approx(600, abs=10)
     assert found.seconds("starting") == pytest.approx(Slow.load_s, abs=10)
     assert found.seconds("repeated") == 0
@@ -129,3 +131,48 @@ def test_after_the_end_of_a_job_that_nobody_supervised_time_is_lost_and_holds_no
     assert sum(span.seconds for span in lost) > 75
     assert {span.nodes for span in lost} == {0}
     assert found.spans[-1].kind == "lost"
+
+
+def test_a_save_before_a_leave_that_nobody_saw_lasts_until_the_job_ended_and_no_longer(tmp_path: Path) -> None:
+    """Slurm tells a job's end in whole seconds, so that it may seem to be ahead of the last step."""
+    story = healthy(tmp_path).story
+    last = story.records[-1]
+    before = [event for event in story.events if event.time < last.time]
+    for ended in (last.time + 3, last.time - 0.4):
+        late: list[Event] = [
+            StopRequested(by="a STOP file", time=last.time + 44),
+            JobSeen(job_id="1", state="COMPLETED", attempt=1, ends_at=ended, time=last.time + 44),
+            WorkerLeft(
+                outcome=Outcome.LEFT, step=last.step, saved_step=last.step, attempt=1, restart=0, time=last.time + 44
+            ),
+        ]
+        found = Story([*before, *late], story.records).accounting(now=last.time + 44)
+        saved = sum(span.seconds for span in found.spans if span.kind == "saving" and span.begin >= last.time)
+        assert saved == pytest.approx(max(0.0, ended - last.time))
+        lost = sum(span.seconds for span in found.spans if span.kind == "lost" and span.begin >= last.time)
+        assert lost == pytest.approx(44 - saved)
+
+
+def test_an_evaluation_between_two_steps_is_a_kind_of_its_own(tmp_path: Path) -> None:
+    story = healthy(tmp_path).story
+    plain = story.accounting()
+    at = next(n for n, one in enumerate(story.records) if one.step == 41)
+    late = [one.model_copy(update={"time": one.time + 30}) for one in story.records[at:]]
+    late[0] = late[0].model_copy(update={"eval_loss": 2.0})
+    events = [e.model_copy(update={"time": e.time + 30 * (e.time > story.records[at - 1].time)}) for e in story.events]
+    found = Story(events, [*story.records[:at], *late]).accounting()
+    assert found.seconds("evaluating") == pytest.approx(30)
+    assert found.seconds("training") == pytest.approx(plain.seconds("training"))
+    assert found.seconds("saving") == pytest.approx(plain.seconds("saving"))
+
+
+def test_time_within_an_evaluation_is_not_lost_because_a_checkpoint_proved_healthy(tmp_path: Path) -> None:
+    stage = Slow(tmp_path)
+    stage.start_after(5)
+    stage.train(20)
+    events = [*stage.story.events, ProgressMade(healthy_step=10, attempt=1, time=stage.now + 2)]
+    found = Story(events, stage.story.records).accounting(now=stage.now + 40)
+    assert found.spans[-1].kind == "training"
+    ended = [*events, JobSeen(job_id="1", state="FAILED", attempt=1, time=stage.now + 30)]
+    last = Story(ended, stage.story.records).accounting(now=stage.now + 40).spans[-1]
+    assert (last.kind, last.end) == ("lost", stage.now + 40)

@@ -123,7 +123,7 @@ def test_a_resume_a_preemption_and_a_crash_before_the_next_step_share_the_time(t
     assert shared["continued"].idle_s < 60
     assert [cost.kept_node_s > 0 for cost in shared.values()] == [False, False, True]
     whole = add_up(list(costs.values()))
-    assert whole == story.accounting().cost_of_segment(2)
+    assert whole == add_up(story.accounting().costs_of_segment(2))
     assert len({text for line in told(story).splitlines() if "cost  " in line for text in [line.strip()]}) == 3
 
 

@@ -29,7 +29,7 @@ from supervisor.journal import (
     WouldHaveDone,
 )
 from supervisor.report.diagnosis_text import diagnosis_lines
-from supervisor.report.figures import duration, local_moment, node_hours, share, size
+from supervisor.report.figures import duration, local_clock, local_moment, node_hours, share, size
 from supervisor.report.log_text import SinceError, closing_summary, log_lines, milestones, since_time
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import (
@@ -197,6 +197,16 @@ def test_a_log_that_is_followed_tells_each_event_once_and_ends_with_the_run(tmp_
     write_journal(stage.run_dir, last["time"], False, raw)
     told_late = [json.loads(line)["event"] for line in raw.getvalue().splitlines()]
     assert told_late == ["RunCreated", "WorkerLeft", "Finished"]  # the Stage's clock is not the one that made the run
+
+
+def test_a_log_that_is_followed_says_of_which_event_a_cost_is(tmp_path: Path) -> None:
+    stage = one_spike(tmp_path)
+    out = io.StringIO()
+    follow_log(stage.run_dir, 0.0, out, lambda seconds: None)
+    told = out.getvalue()
+    rolled = next(event for event in stage.story.events if isinstance(event, RolledBack))
+    assert told.count("  cost  ") == 1
+    assert f"  cost      of ROLLED BACK at {local_clock(rolled.time)}: 8 steps again, " in told
 
 
 def test_a_run_that_is_over_is_followed_for_a_while_for_it_may_be_about_to_go_on(tmp_path: Path) -> None:
