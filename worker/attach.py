@@ -7,6 +7,7 @@ before its first step.  It ends early by raising: a LeavingError, or FencedError
 
 import logging
 import math
+import time
 from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from worker.background import Background
 from worker.beginning import begin, prove_random_states
 from worker.contract.claim import FencedError, check_claim
 from worker.contract.loss_history import ACTED
-from worker.evaluation import evaluate_both, evaluated, evaluated_at, evaluation_is_missing
+from worker.evaluation import evaluate_both, evaluated, evaluation_is_missing
 from worker.fits import checked_optimizer, refuse_other_backend, refuse_other_model
 from worker.guard import innermost, why_unguarded
 from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
@@ -136,6 +137,10 @@ class StepsCallback(TrainerCallback):
         self._unread: list[Measured] = []
         self._asked = Ask.NOTHING
         self._peaks: Sequence[float] | None = None
+        self._is_evaluated = False
+        """Whether an evaluation follows this step."""
+        self._held: dict[str, Any] | None = None
+        """The record of the step that is being evaluated: it is written with the evaluation's losses."""
         wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
         wrap(trainer, "_load_rng_state", self._load_rng_state)
         wrap(trainer, "_save_checkpoint", self._save)
@@ -170,7 +175,6 @@ class StepsCallback(TrainerCallback):
             waited_s = attached.context.start.waited_s
             times = {"began": laps.began, "took_s": laps.took_s, "waited_s": waited_s}
             attached.segment.begin(start.model_copy(update=times))
-            attached.segment.note(**evaluated_at(state))
         if state.global_step >= state.max_steps:
             raise AlreadyTrainedError
         self._tap.begin()
@@ -200,10 +204,13 @@ class StepsCallback(TrainerCallback):
             attached.average.update(attached.model, state.global_step)
         self._unread.append(self._tap.take(state, self._look(), attached.detector.take_alarm()))
         is_boundary = control.should_save or control.should_evaluate or control.should_training_stop
+        self._is_evaluated = control.should_evaluate
         self._settle(keep=1 if self._is_late and not is_boundary else 0)
         if self._asked is not Ask.NOTHING:
             self._settle(keep=0)
             self._obey(control)
+        if not control.should_evaluate:
+            self._append_held()
         attached.heart.beat("training", state.global_step)
         return control
 
@@ -247,8 +254,10 @@ class StepsCallback(TrainerCallback):
         if attached.segment is None:
             return
         epoch, batch = attached.order.batch_of(measured.step)
-        attached.segment.append(
+        self._append_held()
+        self._held = dict(
             step=measured.step,
+            time=time.time(),
             epoch=measured.epoch,
             lr=measured.rate,
             loss_scale=measured.loss_scale,
@@ -263,6 +272,13 @@ class StepsCallback(TrainerCallback):
             warnings=said.warnings or None,
             **numbers,
         )
+        if said.verdict != "ok" or not self._is_evaluated or measured.step < attached.step:
+            self._append_held()
+
+    def _append_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None and self._attached.segment is not None:
+            self._attached.segment.append(**held)
 
     def _obey(self, control: TrainerControl) -> None:
         """Save, leave after the save, or leave at once; at the last step there is nothing left to do but finish."""
@@ -274,6 +290,7 @@ class StepsCallback(TrainerCallback):
 
     def _leave(self) -> None:
         attached = self._attached
+        self._append_held()
         if attached.segment is not None:
             attached.segment.sync()
         raise AskedToLeaveError(f"asked to leave at step {attached.step}", what=self._asked.what)
@@ -282,6 +299,7 @@ class StepsCallback(TrainerCallback):
 
     def _save(self, original: Any, model: Any, trial: Any) -> None:
         state = self._attached.trainer.state
+        self._append_held()
         is_scheduled = self._asked is Ask.NOTHING and state.global_step < state.max_steps
         try:
             is_asked = self._asked is Ask.SAVE
@@ -299,7 +317,10 @@ class StepsCallback(TrainerCallback):
         self._asked = Ask.NOTHING
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        return evaluate_both(self._attached, original, *args, **kwargs)
+        try:
+            return evaluate_both(self._attached, original, *args, **kwargs)
+        finally:
+            self._append_held()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -315,8 +336,8 @@ class StepsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         noted = evaluated(metrics or {})
-        if self._attached.segment is not None:
-            self._attached.segment.note(**noted)
+        if noted and self._attached.segment is not None:
+            self._attached.segment.note(**noted, eval_step=None if self._held else state.global_step)
         if "eval_loss" in noted:
             publish_if_best(self._attached, noted["eval_loss"])
 
@@ -334,6 +355,7 @@ class StepsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         finish_saving(self._attached)
+        self._append_held()
         if self._attached.segment is not None:
             self._attached.segment.sync()
         self._signals.restore()

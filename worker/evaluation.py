@@ -33,13 +33,7 @@ def evaluated(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {field: float(loss) for field, loss in found.items() if loss is not None}
 
 
-def evaluated_at(state: TrainerState) -> dict[str, float]:
-    """The evaluation after the very step that was resumed from; its place is the record after it."""
-    here = [evaluated(one) for one in state.log_history if one.get("step") == state.global_step]
-    return {field: loss for one in here for field, loss in one.items()}
-
-
 def evaluation_is_missing(args: TrainingArguments, state: TrainerState) -> bool:
     """Whether the step that was resumed from is to be evaluated and is not: one that is asked to leave has no time."""
     is_due = args.eval_strategy == "steps" and state.global_step > 0 and state.global_step % int(state.eval_steps) == 0
-    return is_due and not evaluated_at(state)
+    return is_due and not any(evaluated(one) for one in state.log_history if one.get("step") == state.global_step)

@@ -107,8 +107,9 @@ class Segment:
         self._warnings = (*self._warnings, text)
 
     def append(self, **fields: Any) -> None:
-        """Write one step's record."""
-        fields["segment"], fields["time"] = self.number, time.time()
+        """Write one step's record; ``time`` is when the step ended, where that is not now."""
+        fields["segment"] = self.number
+        fields.setdefault("time", time.time())
         fields["attempt"], fields["restart"] = self._start.attempt, self._start.restart
         if self._is_plain(fields):
             self._writer.append_plain(fields)

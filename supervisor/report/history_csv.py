@@ -30,7 +30,9 @@ def write_history_csv(run_dir: RunDir) -> None:
     text = io.StringIO(newline="")
     table = csv.writer(text)
     table.writerow(_COLUMNS)
-    table.writerows(
-        [getattr(record, column) for column in _COLUMNS] for record in surviving(read_history(run_dir.history))
-    )
+    records = surviving(read_history(run_dir.history))
+    evaluated = {record.evaluated_step: record.eval_loss for record in records if record.eval_loss is not None}
+    for record in records:
+        told = record.model_copy(update={"eval_loss": evaluated.get(record.step)})
+        table.writerow([getattr(told, column) for column in _COLUMNS])
     publish(run_dir.history_csv, text.getvalue())

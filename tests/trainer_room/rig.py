@@ -183,9 +183,14 @@ def same_end(one: Rig, other: Rig) -> None:
     """Weights, average, per-step and evaluation losses are the same to the bit."""
     assert one.losses() == other.losses()
     for name in ("eval_loss", "ema_eval_loss"):
-        assert [getattr(each, name) for each in one.history()] == [getattr(each, name) for each in other.history()]
+        assert evaluations(one, name) == evaluations(other, name)
     assert weights(one.run.final) == weights(other.run.final)
     assert weights(one.run.final / "ema") == weights(other.run.final / "ema")
+
+
+def evaluations(rig: Rig, name: str) -> dict[int, float]:
+    """The losses of a kind of evaluation, by the step whose weights were evaluated."""
+    return {one.evaluated_step: loss for one in rig.history() if (loss := getattr(one, name)) is not None}
 
 
 def weights(folder: Path) -> dict[str, bytes]:

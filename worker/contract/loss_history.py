@@ -134,6 +134,7 @@ class Record(Message):
     write_s: float | None = None
     eval_loss: float | None = None
     ema_eval_loss: float | None = None
+    eval_step: int | None = None
     data_wait_s: float | None = None
     warnings: tuple[str, ...] | None = None
     start: Start | None = None
@@ -143,6 +144,11 @@ class Record(Message):
     def is_acted(self) -> bool:
         """Whether this record ended its segment with a verdict."""
         return self.verdict in ACTED and not self.observed
+
+    @property
+    def evaluated_step(self) -> int:
+        """The step whose weights ``eval_loss`` is of."""
+        return self.step if self.eval_step is None else self.eval_step
 
 
 def record(**fields: Any) -> Record:
