@@ -11,6 +11,7 @@ from statistics import median
 from typing import Final
 
 from supervisor.config_history import rate_of_attempt
+from supervisor.how_it_left import cause_of
 from supervisor.journal import Continued, Event, GaveUp, Plan, RolledBack, WorkerLeft, WouldHaveDone
 from worker.contract.config import Config
 from worker.contract.data_report import DataReport
@@ -60,7 +61,7 @@ class Evidence:
     def interrupted_by(self) -> list[str]:
         """What went wrong and was answered, each with how often: ``crash 4 times``."""
         begun = (event for event in self.events if isinstance(event, RolledBack | Continued | WouldHaveDone))
-        causes = Counter(event.cause.replace("_", " ") for event in begun if event.cause not in _IN_ORDER)
+        causes = Counter(cause_of(event) for event in begun if event.cause not in _IN_ORDER)
         causes.update("gave up" for event in self.events if isinstance(event, GaveUp))
         return [cause if number == 1 else f"{cause} {number} times" for cause, number in causes.items()]
 

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from supervisor.journal import Plan
 from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
 
 _ASKED: Final = {
@@ -38,6 +39,12 @@ def how_it_left(report: ExitReport) -> str:
             return f"the worker ran out of memory: {where}: {said}"
         case _:
             return f"the worker ended: {report.outcome.value}"
+
+
+def cause_of(event: Plan) -> str:
+    """Why an attempt was begun: in a word, or two."""
+    is_kill = event.cause == "crash" and "killed by signal" in event.reason
+    return "killed" if is_kill else event.cause.replace("_", " ")
 
 
 def _saved(report: ExitReport) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from supervisor.fold import ending_of
+from supervisor.how_it_left import cause_of
 from supervisor.journal import (
     Continued,
     Diagnosis,
@@ -39,7 +40,6 @@ from supervisor.report.spans import KINDS
 from supervisor.report.texts import (
     WIDTH,
     Listing,
-    cause_of,
     cost_text,
     detail_lines,
     is_told,

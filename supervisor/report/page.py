@@ -12,6 +12,7 @@ from string import Template
 from typing import Any, Final
 
 from supervisor.fold import replay
+from supervisor.how_it_left import cause_of
 from supervisor.journal import Continued, Diagnosis, Event, RolledBack, RunCreated, Stopped, VerdictSeen, WorkerLeft
 from supervisor.report.accounting import Accounting
 from supervisor.report.figures import (
@@ -28,7 +29,7 @@ from supervisor.report.log_text import closing_summary, costs_of, milestones
 from supervisor.report.page_data import chart_data
 from supervisor.report.spans import KINDS, MEANING, Kind
 from supervisor.report.standing_text import HEALTH
-from supervisor.report.texts import Listing, cause_of, details_once, is_told, step_of, text_of, word_of
+from supervisor.report.texts import Listing, details_once, is_told, step_of, text_of, word_of
 from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record

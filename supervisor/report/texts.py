@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from supervisor.how_it_left import cause_of
 from supervisor.journal import (
     AttemptDecided,
     CancelIntended,
@@ -205,12 +206,6 @@ def text_of(event: Event) -> str:
             return f"{event.reason}, after {duration(event.quiet_s)}"
         case _:
             return event.reason or event.event
-
-
-def cause_of(event: Plan) -> str:
-    """Why an attempt was begun: in a word, or two."""
-    is_kill = event.cause == "crash" and "killed by signal" in event.reason
-    return "killed" if is_kill else event.cause.replace("_", " ")
 
 
 def details_of(event: Event, cost: Interruption | None = None, folder: str = "") -> list[Detail]:
