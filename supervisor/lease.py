@@ -120,6 +120,13 @@ class Lease:
             self.check()
             publish_message(self.run_dir.lease, self.file.model_copy(update={"holder": ""}))
 
+    def give_back(self) -> None:
+        """Leave the run as if it had not been held: the last sign of a holder is the one before."""
+        self.give_up()
+        if self.free_since is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self.run_dir.lease, (self.free_since, self.free_since))
+
 
 def take_lease(
     run_dir: RunDir,

@@ -247,7 +247,7 @@ def standing(run_dir: RunDir, in_detail: bool, now: float | None = None) -> dict
         "eta": None if still else estimate(state, total, own, now),
         "still_since": still,
         "worker_left": left,
-        "reason": _stop_file(run_dir, state) or _reason(config, state),
+        "reason": _stop_file(run_dir, state, left) or _reason(config, state),
     }
     return row | _details(run_dir, config, state, events) if in_detail else row
 
@@ -258,10 +258,12 @@ def unreadable(run_dir: RunDir, why: str) -> dict[str, Any]:
     return row | {"name": run_dir.path.name, "dir": str(run_dir.path), "state": "unreadable", "reason": why}
 
 
-def _stop_file(run_dir: RunDir, state: RunState) -> str | None:
+def _stop_file(run_dir: RunDir, state: RunState, left: str | None) -> str | None:
     """What a STOP file asks for that is not in the journal yet: at most a pass ago, or nobody supervises."""
     if state.is_over or state.stop_by is not None or not is_left(run_dir.stop_file):
         return None
+    if left is not None:
+        return f"a STOP file is there, and the worker has left: higgsfield resume {run_dir.path} removes it and goes on"
     return "a STOP file is there: the worker saves and leaves at its next step"
 
 

@@ -127,13 +127,15 @@ def reopen(run_dir: RunDir, config: Config) -> RunState:
     try:
         mend_journal(run_dir.journal)
         state = read_state(run_dir)
-        if state.is_over:
-            if changed_keys(contract_config.read(run_dir.config), config):
-                contract_config.write(run_dir.config, config)
-            remove_left(run_dir.stop_file)
-            Journal(run_dir.journal, time.time, lease.check).record(
-                _asked(run_dir, config, state), state.attempt, lease.term
-            )
+        if not state.is_over:
+            lease.give_back()  # its next supervisor tells for how long nobody was there
+            return state
+        if changed_keys(contract_config.read(run_dir.config), config):
+            contract_config.write(run_dir.config, config)
+        remove_left(run_dir.stop_file)
+        Journal(run_dir.journal, time.time, lease.check).record(
+            _asked(run_dir, config, state), state.attempt, lease.term
+        )
         return state
     finally:
         lease.give_up()

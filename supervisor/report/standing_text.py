@@ -245,8 +245,8 @@ def _supervisor(row: Row) -> str:
         return f"its supervisor's job {job['id']} is {job['state']}{why}: it supervises the run when it starts"
     if row.get("supervisor_died"):
         died = row["supervisor_died"]
-        mend = "" if died["began"] else "mend that, and "
-        return f"{dead_supervisor_text(died)} (all of it: {died['file']}); {mend}submit it again"
+        mend, file = ("", "its log") if died["began"] else ("mend that, and ", "all of it")
+        return f"{dead_supervisor_text(died)} ({file}: {died['file']}); {mend}submit it again"
     if is_gone:  # without the key nobody has asked, or the scheduler did not answer
         unless = "" if "supervisor_job" in row else "unless a job of its supervisor waits, "
         return f"nobody supervises it: {unless}higgsfield resume {row['dir']}"
@@ -256,7 +256,9 @@ def _supervisor(row: Row) -> str:
 def dead_supervisor_text(died: Mapping[str, Any]) -> str:
     """That the supervisor's own job came to nothing, or to its end before the run's, and its last words."""
     how = "ended before the run did" if died["began"] else "ended without starting"
-    return f"its supervisor's job {died['id']} {how}: {died['said'] or 'it wrote nothing'}"
+    silent = "without an error, as one that is killed does" if died["began"] else "and wrote nothing"
+    said = f": {died['said']}" if died["said"] else f", {silent}"
+    return f"its supervisor's job {died['id']} {how}{said}"
 
 
 def _excluded(node: Any, now: float) -> str:

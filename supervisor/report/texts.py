@@ -197,7 +197,7 @@ def text_of(event: Event) -> str:
             times = f", restart {event.restarts}" if event.restarts else ""
             return f"{event.job_id} is {event.state}{why}{nodes}{times}"
         case SupervisorStarted():
-            return f"process {event.pid} on {event.host} holds the run (term {event.term})"
+            return f"process {event.pid} on {event.host} holds the run"
         case NodeExcluded() if event.until is not None:
             return f"{event.reason}: no job goes there until {local_time(event.until)}"
         case Preempted():

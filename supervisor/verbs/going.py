@@ -23,7 +23,7 @@ from supervisor.supervise import own_job_name, read_state, reopen, supervise, su
 from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say
 from supervisor.views import show_milestones
 from worker.contract.config import Config
-from worker.contract.files import publish_message
+from worker.contract.files import is_left, publish_message
 from worker.contract.run_dir import RunDir
 
 
@@ -64,6 +64,8 @@ def submit(args: argparse.Namespace) -> int:
     is_embedded = fleet is None and config.supervisor.place == "embedded" and not isinstance(scheduler, LocalScheduler)
     if is_embedded and read_state(run_dir).attempt:
         supervise_once(run_dir, sys.stdout)  # its last supervisor may have been killed with its job
+    if fleet is None and is_left(run_dir.stop_file):
+        supervise(run_dir, sys.stdout)  # it may be half obeyed by now
     if read_state(run_dir).state == "finished":
         say(f"{config.run.name} is finished already: {run_dir.path}")
         return OK

@@ -15,7 +15,7 @@ from supervisor.report.screen import Screen
 from supervisor.report.standing_text import detail_lines, list_lines, stands_still
 from supervisor.report.texts import details_of
 from supervisor.runs import standing
-from supervisor.supervise import take_up
+from supervisor.supervise import reopen, take_up
 from tests.report_room.stories import Slow, refused
 from tests.supervisor_room.stage import BEGIN
 from worker.contract.exit_report import ErrorDetail, Outcome
@@ -84,13 +84,15 @@ def test_the_log_says_for_how_long_nobody_supervised_a_worker_that_lived(
     assert details_of(begun) == told
 
 
-@pytest.mark.parametrize("play", [under_way, refused])
+@pytest.mark.parametrize(("play", "is_submitted"), [(under_way, False), (under_way, True), (refused, False)])
 def test_the_next_supervisor_of_a_run_that_is_not_over_knows_the_last_sign_of_the_one_before(
-    tmp_path: Path, play: Callable[[Path], Slow]
+    tmp_path: Path, play: Callable[[Path], Slow], is_submitted: bool
 ) -> None:
     stage = play(tmp_path)
     stage.watched.run.lease.give_up()
     os.utime(stage.run_dir.lease, (BEGIN, BEGIN))
+    if is_submitted:
+        reopen(stage.run_dir, stage.config)
     lease = take_lease(stage.run_dir)
     watched = take_up(stage.run_dir, stage.config, stage.scheduler, lease, Screen(io.StringIO(), "r", None))
     begun = watched.run.introduction

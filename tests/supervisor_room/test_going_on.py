@@ -133,7 +133,10 @@ def test_a_supervisor_that_died_before_it_began_is_named_with_its_last_words(
     (run_dir.jobs / "99_submission.sh").write_text("#SBATCH --job-name=hx-00000000-1234\n")
     assert "nobody supervises it" in told(capsys, "status", run)  # it was a question to the weights
     begins(job_id)
-    said = f"job {job_id} ended before the run did: bash: /nope/python: No such file (all of it: "
+    said = f"job {job_id} ended before the run did: bash: /nope/python: No such file (its log: "
+    assert said in told(capsys, "status", run)
+    (run_dir.jobs / f"{job_id}_0_log.err").write_text("")
+    said = f"job {job_id} ended before the run did, without an error, as one that is killed does (its log: "
     assert said in told(capsys, "status", run)
     Journal(run_dir.journal, time.time, lambda: None).record(GaveUp(reason="enough"), 0, 1)
     assert "supervisor's job" not in told(capsys, "status", run)
@@ -196,6 +199,19 @@ def test_a_rollback_that_nobody_supervises_says_so_first_and_names_who_may(
 
 
 # -- submit ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_submit_goes_on_where_a_stop_file_was_obeyed_while_nobody_supervised(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.run_dir.stop_file.touch()
+    assert "the worker saves and leaves at its next step" in told(capsys, "status", str(stage.run_dir.path))
+    stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="", what="stop"))
+    stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
+    assert "a STOP file is there, and the worker has left" in told(capsys, "status", str(stage.run_dir.path))
+    assert "the supervisor is job" in told(capsys, "submit", str(other_file(stage)))
+    assert not stage.run_dir.stop_file.exists()
+    assert [name for name in stage.names if name in ("Stopped", "ResumeRequested")] == ["Stopped", "ResumeRequested"]
 
 
 def test_who_may_log_out_after_a_submit(
