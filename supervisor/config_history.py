@@ -1,13 +1,35 @@
 """What a run was configured with over time, by its journal: what changed, and the rate of an attempt.  Pure."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
-from supervisor.journal import Continued, Event, ResumeRequested, RolledBack, RunCreated
+from supervisor.fold import ending_of
+from supervisor.journal import (
+    Continued,
+    Event,
+    GaveUp,
+    ResumeRequested,
+    RollbackRequested,
+    RolledBack,
+    RunCreated,
+    Stopped,
+)
 from supervisor.run_state import RunState
 from worker.contract.config import Config, without_secrets
+from worker.contract.words import count
 
-_RATE = "training.optimizer.learning_rate"
+_RATE: Final = "training.optimizer.learning_rate"
+_ADVISED: Final = (
+    "training.optimizer.",
+    "training.schedule.",
+    "training.max_grad_norm",
+    "training.precision",
+    "training.pure_bf16",
+    "training.batch_size",
+    "training.gradient_accumulation",
+    "model.dtype",
+)
+"""How keys begin that a diagnosis names, or that do the same."""
 
 
 def by_key(config: Config) -> dict[str, Any]:
@@ -24,54 +46,79 @@ def _flat(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def changes(events: Sequence[Event], config: Config) -> dict[str, tuple[Any, Any]] | None:
-    """What ``config`` has changed since the run was made, or was last resumed; None where that is not known."""
+    """What ``config`` has changed since a person's last word for the run to go on; None where that is not known."""
+    known = values_of(events)
+    return None if known is None else _differences(known, by_key(config))
+
+
+def values_of(events: Sequence[Event], attempt: int | None = None) -> dict[str, Any] | None:
+    """Every value that ``attempt`` was begun with, or the last that are known; None where they are not known."""
     known: dict[str, Any] | None = None
     for event in events:
         if isinstance(event, RunCreated) and event.config is not None:
             known = dict(event.config)
-        elif isinstance(event, ResumeRequested) and known is not None:
+        elif isinstance(event, ResumeRequested | RollbackRequested) and known is not None:
             known |= {key: new for key, (_, new) in (event.changed or {}).items()}
-    if known is None:
-        return None
-    now = by_key(config)
-    keys = [*now, *(key for key in known if key not in now)]
-    return {key: (known.get(key), now.get(key)) for key in keys if known.get(key) != now.get(key)}
+        elif isinstance(event, RolledBack | Continued) and attempt is not None and event.attempt >= attempt:
+            break
+    return known
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = [*new, *(key for key in old if key not in new)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def changed_since(events: Sequence[Event], config: Config, attempt: int) -> dict[str, tuple[Any, Any]]:
+    """What a diagnosis could have advised and a person has changed since ``attempt`` began, as far as it is known."""
+    known = values_of(events, attempt)
+    found = {} if known is None else _differences(known, by_key(config))
+    return {key: values for key, values in found.items() if key.startswith(_ADVISED)}
 
 
 def rate_of_attempt(events: Sequence[Event], config: Config, attempt: int) -> float | None:
-    """The learning rate that ``attempt`` was configured with; None where it had none, or it is not known.
-
-    ``config`` is today's: what was changed at later resumes is taken back.
-    """
-    rate = config.training.optimizer.learning_rate
+    """The learning rate that ``attempt`` was configured with; None where it had none, or it is not known."""
+    known = values_of(events, attempt)
+    if known is not None:
+        rate: float | None = known.get(_RATE)
+        return rate
     for event in reversed(events):
         if isinstance(event, RolledBack | Continued) and event.attempt <= attempt:
             break
         if isinstance(event, ResumeRequested):
-            if event.changed is None:
-                return None
-            rate = event.changed.get(_RATE, (rate,))[0]
-    return rate
+            return None
+    return config.training.optimizer.learning_rate
 
 
 def told(changed: dict[str, tuple[Any, Any]]) -> str:
     """``, with training.optimizer.learning_rate: 0.3 -> 0.1``; empty where nothing changed."""
-    named = [f"{key}: {_value(old)} -> {_value(new)}" for key, (old, new) in changed.items()]
-    return f", with {'; '.join(named)}" if named else ""
+    return f", with {named(changed)}" if changed else ""
+
+
+def named(changed: dict[str, tuple[Any, Any]]) -> str:
+    """``training.optimizer.learning_rate: 0.3 -> 0.1``."""
+    return "; ".join(f"{key}: {_value(old)} -> {_value(new)}" for key, (old, new) in changed.items())
 
 
 def _value(value: Any) -> str:
     return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def told_of_scale(run: RunState, events: Sequence[Event], config: Config) -> str:
-    """That rollbacks lowered the rate, and by what that stays below the configured one; empty where it is whole."""
+def told_of_scale(run: RunState, scale: float, events: Sequence[Event], config: Config) -> str:
+    """That the next attempt begins at ``scale`` of the configured rate, and what of its data stays left out; empty
+    where it begins at the whole of it, or comes back to it."""
     plan, rate = run.plan, config.training.optimizer.learning_rate
-    if plan is None or plan.lr_scale == 1 or plan.lr_ramp is not None:
+    if plan is None or scale == 1 or plan.lr_ramp is not None or config.recovery.spike.ramp_steps is not None:
         return ""
     steps = [event.verdict_step for event in events if isinstance(event, RolledBack)]
     since = f" since the rollback at step {steps[-1]}" if steps else ""
-    peak = f": a peak of {rate * plan.lr_scale:.4g}" if rate is not None else ""
-    less = ", and less once the last verdict is answered" if run.verdict is not None else ""
-    whole = f"`higgsfield rollback {config.run.name} --to STEP --lr-scale 1` takes the whole"
-    return f"; the rate stays at {plan.lr_scale:g} of the configured one{since}{peak}{less}; {whole}"
+    stays = f"the rate stays at {scale:g} x the configured one{since}"
+    if run.verdict is not None:
+        stays = f"the verdict at step {run.verdict.step} is answered first, at {scale:g} x the configured rate"
+    peak = f": a peak of {rate * scale:.4g}" if rate is not None else ""
+    number = sum(one.count for one in plan.skip_batches)
+    skipped = f"; {count(number, 'batch', 'batches')} {'stays' if number == 1 else 'stay'} left out" if number else ""
+    ending = ending_of(events)
+    to = "0" if isinstance(ending, GaveUp | Stopped) and ending.saved_step is None else "STEP"
+    whole = f"`higgsfield rollback {config.run.dir}/{config.run.name} --to {to} --lr-scale 1` begins at the whole rate"
+    return f"{stays}{peak}{skipped}; {whole}"

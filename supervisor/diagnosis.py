@@ -4,6 +4,7 @@ The rows are those of two articles on training that diverges.  The first that fi
 most specific come first; what is to be tried is one change at a time, and the next one only after it.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
@@ -26,6 +27,7 @@ from supervisor.blow_ups import (
     suddenly_infinite,
     within_first_steps,
 )
+from supervisor.config_history import named
 from supervisor.curve_shapes import (
     at_regular_distances,
     ended_badly,
@@ -46,6 +48,9 @@ from worker.contract.replay import Change
 from worker.contract.words import count
 
 STARTING_OF_ADAPTERS: Final = 1e-4
+_SETTING: Final = re.compile(r"training\.[a-z_.]*[a-z]|model\.dtype")
+_SHOWN_BY_SETTINGS: Final = ("tenth-rate", "fp32")
+"""Cures by a setting of the training, and not by other data or by the same once more."""
 Subject = TypeVar("Subject", Evidence, Incident)
 
 
@@ -286,7 +291,19 @@ def _asked(rows: Sequence[Row[Evidence]], evidence: Evidence) -> Iterator[Diagno
 
 def _first(incident: Incident) -> Diagnosis | None:
     said = (row.asked(incident) for row in OF_VERDICTS)
-    return next((one for one in said if one is not None), None)
+    first = next((one for one in said if one is not None), None)
+    return first and _after_changes(first, incident)
+
+
+def _after_changes(said: Diagnosis, incident: Incident) -> Diagnosis:
+    """The same where a person has changed since what is advised, or what has cured it: that is not advised again."""
+    advised, steps = _SETTING.search(said.next), incident.steps_since_change
+    if said.cure not in _SHOWN_BY_SETTINGS or not (steps or (advised and advised[0] in incident.changed)):
+        return said
+    what = f"cured by {named(incident.changed)}" if steps else f"changed since: {named(incident.changed)}"
+    shown = (f"{count(steps, 'step')} without a verdict since that was changed",) if steps else ()
+    cause, evidence = f"{said.cause}; {what}", (*said.evidence, *shown)
+    return said.model_copy(update={"cause": cause, "evidence": evidence, "next": "nothing", "cure": None})
 
 
 def _of_verdicts(evidence: Evidence) -> Iterator[Diagnosis]:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
-from supervisor.config_history import rate_of_attempt
+from supervisor.config_history import by_key, changed_since, rate_of_attempt, values_of
 from supervisor.how_it_left import cause_of
 from supervisor.journal import Continued, Event, GaveUp, Plan, RolledBack, WorkerLeft, WouldHaveDone
 from worker.contract.config import Config
@@ -156,6 +156,22 @@ class Incident:
         """The peak of the rate in the verdict's attempt: as configured, times the scale; None where none is given."""
         rate, plan = self.configured_rate, self.evidence.plans.get(self.verdict.attempt)
         return rate if rate is None or plan is None else rate * plan.lr_scale
+
+    @cached_property
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """What of that may matter a person has changed since its attempt began, old and new."""
+        return changed_since(self.evidence.events, self.evidence.config, self.verdict.attempt)
+
+    @property
+    def steps_since_change(self) -> int:
+        """How many steps that change has trained without a verdict, past this one's; 0 = it has not shown itself."""
+        known, now = self.evidence, by_key(self.evidence.config)
+        later = [attempt for attempt in known.plans if self.changed and attempt > self.verdict.attempt]
+        begun = {attempt: values_of(known.events, attempt) or {} for attempt in later}
+        by_it = {a for a, values in begun.items() if all(values.get(key) == now.get(key) for key in self.changed)}
+        steps = [record.step for record in known.branch if record.attempt in by_it]
+        is_again = any(one.verdict.attempt in by_it for one in known.verdicts)
+        return len(steps) if steps and steps[-1] > self.verdict.step and not is_again else 0
 
     @property
     def resumed_from(self) -> str | None:

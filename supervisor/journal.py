@@ -302,6 +302,8 @@ class RollbackRequested(EventBase):
     lr_scale: float | None = None
     skip: bool = False
     asked_at: float = 0.0
+    changed: dict[str, tuple[Any, Any]] | None = None
+    """As of ``ResumeRequested``."""
 
 
 class Pinned(EventBase):
@@ -321,7 +323,8 @@ class ResumeRequested(EventBase):
     event: Literal["ResumeRequested"] = "ResumeRequested"
     by: str
     changed: dict[str, tuple[Any, Any]] | None = None
-    """The keys of config.yaml that changed since the run was made or last resumed, old and new; None = not known."""
+    """The keys of config.yaml that changed since the run was made, last resumed or last asked to go back, old and new;
+    None = not known."""
 
 
 class Finished(EventBase):

@@ -165,7 +165,7 @@ def _lower_the_rate(run: RunState, seen: Observation, rules: Rules, verdict: Ver
     goes_on = are_near(verdict.batches, tuple(positions_of(_skipped(run))))
     skip: tuple[SkippedBatches, ...] = ()
     taken_back: tuple[BatchPosition, ...] = ()
-    scale = _lowered(run, rules, verdict)
+    scale = lowered_scale(run, rules, verdict)
     is_elsewhere = not (is_again or goes_on or rules.recovery.spike.skip == "always")
     if not is_elsewhere:
         taken_back = _to_take_back(run, rules, verdict)
@@ -202,7 +202,7 @@ def _further_back(
     return newest if was_healthy and further.health is not Health.HEALTHY else further
 
 
-def _lowered(run: RunState, rules: Rules, verdict: VerdictSeen) -> float:
+def lowered_scale(run: RunState, rules: Rules, verdict: VerdictSeen) -> float:
     """The rate scale after a verdict: what was applied when it happened, times the factor, never below the floor."""
     spike = rules.recovery.spike
     factor = rules.recovery.nonfinite.lr_factor if verdict.kind == "nonfinite" else spike.lr_factor

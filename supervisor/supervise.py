@@ -9,6 +9,7 @@ from typing import TextIO
 
 from slurm.job import JobStatus
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError, choose
+from supervisor.attempts import rules_of, run_scale
 from supervisor.audience import Audience
 from supervisor.config_history import changes, told, told_of_scale
 from supervisor.decision import Decision, Wait
@@ -22,6 +23,7 @@ from supervisor.report.screen import Lines, Screen
 from supervisor.report.tensorboard import TensorBoard
 from supervisor.run_state import RunState
 from supervisor.runs import changed_keys, refuse_spoilt
+from supervisor.spike_policy import lowered_scale
 from supervisor.supervised_run import SupervisedRun
 from supervisor.views import ReportAtTheEnd
 from supervisor.watch import Watched, one_pass, watch
@@ -207,5 +209,14 @@ def own_job_name(run: RunState) -> str:
 def _asked(run_dir: RunDir, config: Config, state: RunState) -> ResumeRequested:
     user, events = getpass.getuser(), read_journal(run_dir.journal)
     changed = changes(events, config)
-    reason = f"{user} asked for the run to go on{told(changed or {})}{told_of_scale(state, events, config)}"
+    stays = rate_that_stays(run_dir, config)
+    reason = f"{user} asked for the run to go on{told(changed or {})}{f'; {stays}' if stays else ''}"
     return ResumeRequested(by=user, changed=changed, reason=reason)
+
+
+def rate_that_stays(run_dir: RunDir, config: Config) -> str:
+    """That a run which is over and goes on by ``config`` does so at less than its rate; empty where it does not."""
+    events = read_journal(run_dir.journal)
+    state, rules = replay(events), rules_of(config)
+    scale = run_scale(state) if state.verdict is None else lowered_scale(state, rules, state.verdict)
+    return told_of_scale(state, scale, events, config) if state.is_over else ""

@@ -11,11 +11,12 @@ from supervisor.actions import carry_out, finish_open_intent
 from supervisor.attempt_actions import publish_pins
 from supervisor.attempts import Rules, rules_of
 from supervisor.bad_nodes import strikes
+from supervisor.config_history import changes, told
 from supervisor.decision import Begin, Decision, Exclude, Wait
 from supervisor.disk import stat_for
 from supervisor.hangs import hang_news, unusual_silence_s
 from supervisor.job_looks import JobLooks, is_about_to_change
-from supervisor.journal import LookFailed, LookRecovered, RollbackRequested
+from supervisor.journal import Event, LookFailed, LookRecovered, RollbackRequested, read_journal
 from supervisor.lease import BEAT_EVERY_S, LostError, OwnJob
 from supervisor.news import news
 from supervisor.observation import Observation
@@ -24,6 +25,7 @@ from supervisor.policy import decide
 from supervisor.requests import clear_request, request_news
 from supervisor.run_state import RunState
 from supervisor.supervised_run import SupervisedRun
+from worker.contract import config as contract_config
 from worker.contract.files import UnusableFileError, remove_left
 
 REST_S: Final = 2.0
@@ -161,7 +163,7 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
         return _hear(watched, seen), seen
     _note_silence(run, seen)
     for event in news(run.state, seen, run.config.checkpoint.healthy_after):
-        run.record(event)
+        run.record(_with_changes(run, event))
     for hang in hang_news(run.state, seen, run.config.recovery.hang_timeout_s):
         run.record(hang)
     for strike in strikes(run.state, seen):
@@ -186,9 +188,20 @@ def _hear(watched: Watched, seen: Observation) -> Decision:
     for event in request_news(watched.run.state, seen.request):
         if isinstance(event, RollbackRequested):
             remove_left(watched.run.run_dir.stop_file)
-        watched.run.record(event)
+        watched.run.record(_with_changes(watched.run, event))
     _clear_request(watched, seen)
     return Wait("the run is over")
+
+
+def _with_changes(run: SupervisedRun, event: Event) -> Event:
+    """A person's rollback with what changed in config.yaml, by which the next attempt trains."""
+    if not isinstance(event, RollbackRequested):
+        return event
+    try:
+        changed = changes(read_journal(run.run_dir.journal), contract_config.read(run.run_dir.config))
+    except UnusableFileError:
+        return event
+    return event.model_copy(update={"changed": changed, "reason": f"{event.reason}{told(changed or {})}"})
 
 
 def _clear_request(watched: Watched, seen: Observation) -> None:

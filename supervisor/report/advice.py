@@ -45,6 +45,8 @@ def advice(event: Event, folder: str = "") -> Iterator[tuple[str, str]]:
     match event:
         case RolledBack() if event.cause == "rollback":
             return  # a person asked for it, and knows why
+        case RolledBack() if event.diagnosis is not None and event.diagnosis.next == "nothing":
+            return  # a person has changed already what would be advised
         case RolledBack() if event.diagnosis is not None:
             yield "try", f"if it comes again: {event.diagnosis.next}"
         case RolledBack() if event.skip_batches:
@@ -64,17 +66,25 @@ def advice(event: Event, folder: str = "") -> Iterator[tuple[str, str]]:
 def after_giving_up(event: GaveUp) -> list[str]:
     """What is known to be worth trying before a run that gave up goes on; [] for nothing."""
     memory = _ADVICE["out_of_memory"] if event.reason.startswith("out of memory") else None
-    settings = event.diagnosis.next if event.diagnosis is not None else None
+    settings = event.diagnosis.next if event.diagnosis is not None and event.diagnosis.next != "nothing" else None
     return [text for text in (_after_crash(event.reason), memory, settings) if text is not None]
 
 
 def _go_on(event: GaveUp, found: Sequence[str], folder: str) -> str:
+    is_lowered = bool(event.tried) or event.diagnosis is not None
+    return how_to_go_on(found, folder, is_saved=event.saved_step is not None, is_lowered=is_lowered)
+
+
+def how_to_go_on(found: Sequence[str], folder: str, *, is_saved: bool, is_lowered: bool) -> str:
+    """The commands after which a run that gave up goes on; ``is_lowered``: a resume would keep a lower rate, or lower
+    it."""
     resume = f"higgsfield resume {folder}".rstrip()
-    if event.saved_step is not None:
+    if is_saved:
         return f"{first(found)}, then {resume}"
     config, whole = (f"{folder}/config.yaml", folder) if folder else ("config.yaml in the run's folder", "that folder")
-    new = f"edit {config} and {resume}, or remove {whole}"
-    return f"there is no checkpoint yet, so nothing is lost by beginning anew: {new}"
+    anew = f"higgsfield rollback {folder or 'RUN'} --to 0 --lr-scale 1, which begins at the configured rate"
+    steps = f"edit {config}, then {anew}, then {resume}" if is_lowered else f"edit {config} and {resume}"
+    return f"there is no checkpoint yet, so nothing is lost by beginning anew: {steps}, or remove {whole}"
 
 
 def first(found: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from supervisor.report.advice import first
+from supervisor.report.advice import how_to_go_on
 from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_moment, printable
 from supervisor.run_state import OVER
 from worker.contract.words import count
@@ -194,7 +194,9 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
         found = row.get("try", [])
         for number, text in enumerate(found):
             yield "" if number else "try", text
-        yield "go on", f"{first(found)}, then higgsfield resume {row['dir']}; as it is it may give up again"
+        is_saved, is_lowered = bool(row.get("checkpoints")), row["lr_scale"] != 1 or bool(found)
+        how = how_to_go_on(found, row["dir"], is_saved=is_saved, is_lowered=is_lowered)
+        yield "go on", f"{how}; as it is it may give up again" if is_saved else how
     if row["state"] == "finished":
         yield "model", f"{row['dir']}/final"
         yield "report", f"{row['dir']}/report.html"

@@ -19,10 +19,11 @@ from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run, open_or_create, refuse_spoilt
-from supervisor.supervise import own_job_name, read_state, reopen, supervise, supervise_once
+from supervisor.supervise import own_job_name, rate_that_stays, read_state, reopen, supervise, supervise_once
 from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say
 from supervisor.views import show_milestones
 from worker.contract.config import Config
+from worker.contract.config import read as read_config
 from worker.contract.files import is_left, publish_message
 from worker.contract.run_dir import RunDir
 
@@ -70,6 +71,7 @@ def submit(args: argparse.Namespace) -> int:
         say(f"{config.run.name} is finished already: {run_dir.path}")
         return OK
     if fleet is None or read_state(run_dir).is_over:
+        _warn_of_rate_that_stays(run_dir, config)
         reopen(run_dir, config)
     start = _start_worker if is_embedded else _start_supervisor
     who = f"{fleet}, for as long as that process lives" if fleet else f"{start(config, run_dir)}; you may log out now"
@@ -145,6 +147,8 @@ def resume(args: argparse.Namespace) -> int:
     if read_state(run_dir).state == "finished":
         say(f"{run_dir.path.name} is finished already: {run_dir.path}")
         return OK
+    refuse_spoilt(run_dir)
+    _warn_of_rate_that_stays(run_dir, read_config(run_dir.config))
     try:
         with _sigterm_as_ctrl_c():
             state = supervise(run_dir, sys.stdout, is_asked=True)
@@ -152,6 +156,11 @@ def resume(args: argparse.Namespace) -> int:
         return _say_that_it_goes_on(run_dir)
     _say_goodbye(run_dir)
     return EXIT_CODE_OF_STATE[state.state]
+
+
+def _warn_of_rate_that_stays(run_dir: RunDir, config: Config) -> None:
+    if stays := rate_that_stays(run_dir, config):
+        complain(f"warning: {run_dir.path.name}: {stays}")
 
 
 def _say_goodbye(run_dir: RunDir) -> None:

@@ -12,7 +12,7 @@ from supervisor.journal import Continued, GaveUp, JobSeen, RolledBack, SegmentSt
 from supervisor.report.accounting import account
 from supervisor.report.figures import node_hours
 from supervisor.report.log_text import closing_summary, entry_lines, milestones
-from supervisor.report.standing_text import list_lines
+from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import WIDTH, Listing, details_of, step_of
 from supervisor.requests import Request
 from supervisor.runs import standing
@@ -135,6 +135,13 @@ def test_the_reason_for_giving_up_goes_on_the_sentence_and_ends_it_once(tmp_path
 def test_where_no_checkpoint_would_be_lost_the_advice_is_to_mend_or_to_begin_anew(tmp_path: Path) -> None:
     nothing = refused(tmp_path / "nothing").events[-1]
     assert "edit config.yaml in the run's folder" in dict(details_of(nothing))["try"]
+    lowered = nothing.model_copy(update={"tried": ("back to scratch at 0.5 of the rate",)})
+    folder = "/runs/r"
+    anew = f"higgsfield rollback {folder} --to 0 --lr-scale 1, which begins at the configured rate"
+    said = f"edit {folder}/config.yaml, then {anew}, then higgsfield resume {folder}, or remove {folder}"
+    assert dict(details_of(lowered, folder=folder))["try"].endswith(said)
+    row = standing(refused(tmp_path / "status").run_dir, in_detail=True)
+    assert said.replace(folder, row["dir"]) in " ".join(" ".join(detail_lines(row | {"lr_scale": 0.5}, BEGIN)).split())
     stage = Slow(tmp_path / "saved")
     stage.start_after(5)
     stage.train(38)

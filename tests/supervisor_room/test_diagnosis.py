@@ -11,10 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supervisor.cli import main
+from supervisor.config_history import by_key
 from supervisor.diagnosis import HARMLESS, OF_VERDICTS, SHAPES, SPECIFIC, diagnose, explain
 from supervisor.evidence import Evidence
-from supervisor.journal import Continued, Diagnosis, Event, JobSeen, NodeStruck, RolledBack, WorkerLeft
+from supervisor.journal import (
+    Continued,
+    Diagnosis,
+    Event,
+    JobSeen,
+    NodeStruck,
+    ResumeRequested,
+    RolledBack,
+    RunCreated,
+    WorkerLeft,
+)
 from supervisor.report.diagnosis_text import diagnosis_lines
+from supervisor.report.texts import details_of
 from tests.supervisor_room.stage import Stage, config
 from worker.contract.exit_report import PROOF_ERROR, ErrorDetail, Outcome
 from worker.contract.loss_history import BatchPosition, Probe, Record, Start
@@ -494,3 +506,32 @@ def test_the_steps_at_which_the_loss_only_left_its_level_are_not_called_not_fini
         "step 7 from scratch, at rate 7.5: gradient norm nan",
         "the loss left its level before, from step 5",
     )
+
+
+def test_what_a_person_has_set_since_is_not_advised_again_and_what_it_cured_is_said() -> None:
+    failed = [*steps(1, 4, begun=FRESH, lr=9e3), *nonfinite(5, lr=9e3)]
+    now = of(failed, name="sgd", rate=0.1, model=SCRATCH)
+    then = by_key(now.config) | {"training.optimizer.learning_rate": 9e3}
+    made = RunCreated(run_id="r", config_digest="d", config=then, versions={})
+    asked = ResumeRequested(by="ada", changed={"training.optimizer.learning_rate": (9e3, 0.1)})
+    before, events = [made, begun(1, "first")], [made, begun(1, "first"), asked, begun(2, "resumed")]
+    cause = "the learning rate is too high for the optimizer"
+    change = "training.optimizer.learning_rate: 9000 -> 0.1"
+
+    def first(given: Evidence, told: Sequence[Event]) -> Diagnosis:
+        return diagnose(replace(given, events=told))[0]
+
+    as_it_was = of(failed, name="sgd", rate=9e3, model=SCRATCH)
+    assert first(as_it_was, before).next == "training.optimizer.learning_rate: 0.1, where sgd begins"
+    for told in (before, events):  # set in the file, or resumed with it
+        one = first(now, told)
+        assert (one.cause, one.next, one.cure) == (f"{cause}; changed since: {change}", "nothing", None)
+    again = replace(now, records=[*failed, *steps(1, 300, 2, FRESH, lr=0.1)])
+    one = first(again, events)
+    assert (one.cause, one.next) == (f"{cause}; cured by {change}", "nothing")
+    assert one.evidence[-1] == "300 steps without a verdict since that was changed"
+    rolled = RolledBack(cause="nonfinite", where="new_job", kind="nonfinite", verdict_step=5, onset_step=5, from_step=5,
+                        to_step=0, diagnosis=explain(replace(now, events=events), 1))  # fmt: skip
+    assert "try" not in dict(details_of(rolled))
+    worse = replace(again, records=[*again.records[:-1], *nonfinite(300, 2, lr=0.1)])
+    assert not any("cured" in one.cause for one in diagnose(replace(worse, events=events)))

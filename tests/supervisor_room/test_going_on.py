@@ -23,9 +23,11 @@ from supervisor.journal import (
     GaveUp,
     Journal,
     ResumeRequested,
+    RollbackRequested,
     RolledBack,
     RunCreated,
     SupervisorStarted,
+    VerdictSeen,
 )
 from supervisor.lease import take_lease
 from supervisor.runs import open_or_create, standing
@@ -33,8 +35,10 @@ from supervisor.verbs import going
 from tests.fakes import FakeScheduler
 from tests.supervisor_room.stage import Stage
 from tests.supervisor_room.stage import config as stage_config
-from worker.contract.config import Config, format_config, read
+from worker.contract.config import Config, format_config, read, write
+from worker.contract.directive import SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.recovery_config import RecoveryConfig
 from worker.contract.run_dir import RunDir
 
 
@@ -261,22 +265,51 @@ def test_a_resume_tells_what_a_person_changed_in_the_file_and_the_scale_that_sta
     made = RunCreated(run_id="r", config_digest="d", config=by_key(first), versions={})
     rolled = RolledBack(
         attempt=2, cause="spike", where="new_job", lr_scale=0.125, kind="spike", verdict_step=8, onset_step=6,
-        from_step=8, to_step=0,
+        from_step=8, to_step=0, skip_batches=(SkippedBatches(epoch=0, first=3, count=2),),
     )  # fmt: skip
     events: list[Event] = [made, Continued(attempt=1, cause="first", where="new_job"), rolled]
     now = changed_rate(stage.config, 0.5)
     found = changes(events, now)
     assert found == {"training.optimizer.learning_rate": (300.0, 0.5)}
     assert told_of_changes(found) == ", with training.optimizer.learning_rate: 300 -> 0.5"
-    assert told_of_scale(replay(events), events, now) == (
-        "; the rate stays at 0.125 of the configured one since the rollback at step 8: a peak of 0.0625; "
-        "`higgsfield rollback r --to STEP --lr-scale 1` takes the whole"
+    whole = f"`higgsfield rollback {stage.run_dir.path} --to STEP --lr-scale 1` begins at the whole rate"
+    since = "since the rollback at step 8: a peak of 0.0625; 2 batches stay left out"
+    run = replay(events)
+    assert told_of_scale(run, 0.125, events, now) == f"the rate stays at 0.125 x the configured one {since}; {whole}"
+    verdict = VerdictSeen(kind="spike", step=9, onset_step=8)
+    over = [*events, verdict, GaveUp(reason="5 rollbacks")]
+    assert told_of_scale(replay(over), 0.0625, over, now) == (
+        "the verdict at step 9 is answered first, at 0.0625 x the configured rate: a peak of 0.03125; "
+        f"2 batches stay left out; {whole.replace('STEP', '0')}"
     )
+    assert told_of_scale(run, 1.0, events, now) == ""
     events = [*events, ResumeRequested(by="ada", changed=found), Continued(attempt=3, cause="resumed", where="new_job")]
     assert changes(events, now) == {}
     assert [rate_of_attempt(events, now, attempt) for attempt in (1, 2, 3)] == [300.0, 300.0, 0.5]
-    old = [*events[:3], ResumeRequested(by="ada"), events[-1]]
+    back = [*events[:3], RollbackRequested(by="ada", to=0, changed=found), events[-1]]
+    assert [rate_of_attempt(back, now, attempt) for attempt in (2, 3)] == [300.0, 0.5]
+    old = [made.model_copy(update={"config": None}), *events[1:3], ResumeRequested(by="ada"), events[-1]]
     assert [rate_of_attempt(old, now, attempt) for attempt in (2, 3)] == [None, 0.5]
+
+
+@pytest.mark.parametrize("verb", ["submit", "resume"])
+def test_who_lets_a_run_go_on_is_warned_that_its_rate_stays_low_before_its_job_starts(
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    stage.config = stage.config.model_copy(update={"recovery": RecoveryConfig.model_validate({"spike": NO_ROLLBACK})})
+    write(stage.run_dir.config, stage.config)
+    stage.start_supervisor()
+    stage.spike(38, onset=36)
+    stage.settle()
+    assert stage.state == "gave_up"
+    stage._forget_lease()
+    monkeypatch.setattr(going, "supervise", lambda *_, **__: supervise.read_state(stage.run_dir))
+    cli.main([verb, str(other_file(stage) if verb == "submit" else stage.run_dir.path)])
+    said = capsys.readouterr().err
+    assert "warning: r: the verdict at step 38 is answered first, at 0.5 x the configured rate" in said
+
+
+NO_ROLLBACK = {"max_rollbacks": 0}
 
 
 def changed_rate(config: Config, rate: float) -> Config:

@@ -14,6 +14,7 @@ from supervisor.lease import read_holder
 from supervisor.requests import Request
 from supervisor.verbs.levers import _check_rollback
 from tests.supervisor_room.stage import CRASHED, Stage
+from worker.contract.config import write
 from worker.contract.directive import SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import publish_message
@@ -88,6 +89,18 @@ def test_progress_begins_anew_where_a_person_goes_back_to(tmp_path: Path) -> Non
     stage.train(26)
     stage.settle()
     assert stage.watched.run.state.healthy_step == 20
+
+
+def test_it_tells_what_a_person_changed_in_the_file_that_the_next_attempt_trains_by(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    optimizer = stage.config.training.optimizer.model_copy(update={"learning_rate": 0.25})
+    changed = stage.config.training.model_copy(update={"optimizer": optimizer})
+    write(stage.run_dir.config, stage.config.model_copy(update={"training": changed}))
+    ask(stage, "rollback", to=20, asked_at=1.0)
+    [asked] = [event for event in stage.events if isinstance(event, RollbackRequested)]
+    rate = stage.config.training.optimizer.learning_rate
+    assert asked.changed == {"training.optimizer.learning_rate": (rate, 0.25)}
+    assert asked.reason.startswith("alice asked to go back to step 20, with training.optimizer.learning_rate: ")
 
 
 @pytest.mark.parametrize("end", ["stopped", "gave_up"])
