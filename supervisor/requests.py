@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from supervisor.journal import Event, Pinned, RollbackRequested, StopRequested
+from supervisor.report.figures import rate_text
 from supervisor.run_state import RunState
 from worker.contract.files import Message, UnusableFileError, read_message
 
@@ -55,7 +56,7 @@ def request_news(run: RunState, request: Request | None) -> Iterator[Event]:
 
 
 def _rollback(request: Request, to: int) -> RollbackRequested:
-    rate = f" at {request.lr_scale:g} of the configured rate" if request.lr_scale is not None else ""
+    rate = f" at {rate_text(request.lr_scale)}" if request.lr_scale is not None else ""
     without = ", without the batches since then" if request.skip else ""
     return RollbackRequested(
         by=request.by,

@@ -13,6 +13,7 @@ from supervisor.batches import are_near, as_skips, in_words, left_out, positions
 from supervisor.decision import Decision, GiveUp
 from supervisor.journal import AttemptDecided, Rollback, VerdictSeen
 from supervisor.observation import Observation
+from supervisor.report.figures import rate_text
 from supervisor.run_state import RunState
 from worker.contract.directive import Cause, Directive, LearningRateRamp, SkippedBatches, scale_at
 from worker.contract.loss_history import BatchPosition
@@ -64,7 +65,7 @@ def answer_verdict(run: RunState, seen: Observation, rules: Rules, verdict: Verd
 def _plan(run: RunState, seen: Observation, rules: Rules, verdict: VerdictSeen, answer: Answer) -> AttemptDecided:
     start = _manifest(seen, answer.target)
     place = checkpoint_name(answer.target.step) if start is not None else "scratch"
-    reason = f"{verdict.reason}; back to {place} at {answer.scale:g} of the rate: {answer.why}"
+    reason = f"{verdict.reason}; back to {place} at {rate_text(answer.scale)}: {answer.why}"
     plan = plan_attempt(run, seen, _cause(verdict, answer), start, answer.scale, reason, verdict.onset_step - 1)
     rollback = Rollback(
         kind=verdict.kind,

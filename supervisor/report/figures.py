@@ -84,6 +84,13 @@ def node_hours(node_s: float, whole_s: float | None = None) -> str:
     return f"{text} node-hour{'' if text == '1' else 's'}"
 
 
+def rate_text(scale: float) -> str:
+    """``0.5 of the configured rate``, ``the configured rate``, ``3 x the configured rate``."""
+    if scale == 1:
+        return "the configured rate"
+    return f"{scale:g} {'of' if scale < 1 else 'x'} the configured rate"
+
+
 def share(part: float, whole: float) -> str:
     """``97 %``; more than nothing is never ``0 %``, less than all never ``100 %``."""
     if whole <= 0 or part <= 0:

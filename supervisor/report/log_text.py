@@ -34,7 +34,16 @@ from supervisor.journal import (
 from supervisor.lease import BEAT_EVERY_S
 from supervisor.report.accounting import Accounting, job_since
 from supervisor.report.diagnosis_text import in_one_line
-from supervisor.report.figures import duration, local_clock, local_day, local_time, node_hours, printable, share
+from supervisor.report.figures import (
+    duration,
+    local_clock,
+    local_day,
+    local_time,
+    node_hours,
+    printable,
+    rate_text,
+    share,
+)
 from supervisor.report.interruptions import Interruption, put_back
 from supervisor.report.spans import KINDS
 from supervisor.report.texts import (
@@ -232,7 +241,7 @@ def _story(events: Sequence[Event]) -> Iterator[str]:
         yield f"What happened: {'; '.join(told)}."
     rate = next((e.lr_scale for e in reversed(events) if isinstance(e, RolledBack | Continued)), 1.0)
     if rate != 1:
-        yield f"The rate is at {rate:g} of the configured one."
+        yield f"The rate is at {rate_text(rate)}."
     noted = [event for event in events if isinstance(event, WouldHaveDone)]
     yield from _observed(noted)
     if not times and not noted and sum(isinstance(event, SegmentStarted) for event in events) == 1:

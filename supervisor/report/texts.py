@@ -38,7 +38,16 @@ from supervisor.journal import (
 )
 from supervisor.lease import BEAT_EVERY_S
 from supervisor.report.advice import advice
-from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_time, node_hours, printable
+from supervisor.report.figures import (
+    FAR_S,
+    clipped,
+    duration,
+    local_clock,
+    local_time,
+    node_hours,
+    printable,
+    rate_text,
+)
 from supervisor.report.interruptions import Interruption
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import BatchPosition, LeftOutBatch, Start
@@ -183,12 +192,12 @@ def text_of(event: Event) -> str:
     """What happened, in one sentence."""
     match event:
         case RolledBack():
-            return f"from step {event.from_step} back to {_start(event)}, at {event.lr_scale:g} of the configured rate"
+            return f"from step {event.from_step} back to {_start(event)}, at {rate_text(event.lr_scale)}"
         case Continued():
             because = "" if event.cause in _BY_A_PERSON else f"{cause_of(event)}, "
             return f"attempt {event.attempt} from {_start(event)} ({because}{_where(event.where)})"
         case WouldHaveDone():
-            return f"would have begun at {_start(event)}, at {event.lr_scale:g} of the configured rate ({event.cause})"
+            return f"would have begun at {_start(event)}, at {rate_text(event.lr_scale)} ({event.cause})"
         case JobSeen() if event.reason:
             return f"{event.reason}{_expected(event)}"
         case JobSeen():
@@ -298,7 +307,7 @@ _ANY_BELIEF: Final = "the state from before step {onset} is sound"
 
 
 def _done(event: RolledBack) -> str:
-    done = f"attempt {event.attempt} from {_start(event)} {_where(event.where)}, at {event.lr_scale:g} of the rate"
+    done = f"attempt {event.attempt} from {_start(event)} {_where(event.where)}, at {rate_text(event.lr_scale)}"
     if event.lr_ramp is not None:
         ramp = event.lr_ramp
         done += f", held for {count(ramp.hold_steps, 'step')}, then back to {ramp.to:g} over {ramp.ramp_steps:,}"
@@ -344,7 +353,7 @@ def _of_continued(event: Continued) -> Iterator[Detail]:
     if reason := event.reason.removeprefix(_SAYS_NO_MORE.get(event.cause, "")).removeprefix("; "):
         yield "because", reason
     if event.lr_scale != 1:
-        yield "rate", f"{event.lr_scale:g} of the configured one"
+        yield "rate", rate_text(event.lr_scale)
 
 
 def _of_segment(event: SegmentStarted) -> Iterator[Detail]:

@@ -8,6 +8,7 @@ import time
 
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import ask, check_step
+from supervisor.report.figures import rate_text
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run
 from supervisor.supervise import read_state
@@ -31,7 +32,7 @@ def rollback(args: argparse.Namespace) -> int:
         say(f"{run_dir.path.name}: {state.state.replace('_', ' ')} meanwhile: {state.reason}")
         return EXIT_CODE_OF_STATE[state.state]
     if state.plan is not None:
-        start, rate = state.plan.resume_from or "scratch", f"{state.plan.lr_scale:g} of the configured rate"
+        start, rate = state.plan.resume_from or "scratch", rate_text(state.plan.lr_scale)
         say(f"{run_dir.path.name}: attempt {state.attempt} begins from {start} at {rate}")
     if not _is_supervised(run_dir):
         _say_who_may_supervise(run_dir)
@@ -74,4 +75,4 @@ def _check_rollback(args: argparse.Namespace, run_dir: RunDir) -> None:
         raise RunError(f"--lr-scale {args.lr_scale:g}: is no rate; give a number above 0, 1 for the configured rate")
     check_step(run_dir, args.to, or_scratch=True)
     if args.lr_scale is not None and args.lr_scale > 1:
-        complain(f"--lr-scale {args.lr_scale:g}: above the configured rate, which 1 is; rollbacks only ever lower it")
+        complain(f"warning: --lr-scale {args.lr_scale:g}: {rate_text(args.lr_scale)}; the run goes on at it")

@@ -66,7 +66,7 @@ def test_a_verdict_is_told_by_its_own_line_and_a_message_says_all_of_it(tmp_path
     seen = "loss 9 at step 38, 4.5 x the level 2, above the band since step 36"
     log = told(stage)
     assert log.count(seen) == 1
-    assert "because back to checkpoint-30 at 0.5 of the rate" in log
+    assert "because back to checkpoint-30 at 0.5 of the configured rate" in log
     rolled = next(event for event in stage.events if event.event == "RolledBack")
     assert f"because: {seen}; back to checkpoint-30" in note_of(rolled, "").text
 

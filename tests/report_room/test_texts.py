@@ -29,7 +29,7 @@ from supervisor.journal import (
     WouldHaveDone,
 )
 from supervisor.report.diagnosis_text import diagnosis_lines
-from supervisor.report.figures import duration, local_clock, local_moment, node_hours, share, size
+from supervisor.report.figures import duration, local_clock, local_moment, node_hours, rate_text, share, size
 from supervisor.report.log_text import SinceError, closing_summary, log_lines, milestones, since_time
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import (
@@ -42,6 +42,8 @@ from supervisor.report.texts import (
     text_of,
     word_of,
 )
+from supervisor.requests import Request, request_news
+from supervisor.run_state import RunState
 from supervisor.runs import open_or_create, standing
 from supervisor.views import follow_log, write_journal
 from tests.report_room.snapshots import assert_told
@@ -122,6 +124,17 @@ def test_a_hang_and_what_was_only_observed_say_all_there_is() -> None:
     assert milestones([hang, observed]) == {0, 1}
     each: list[Event] = [kind.model_construct(outcome=Outcome.CRASHED) for kind in get_args(Event)]
     assert max(len(word_of(event)) for event in each if is_told(event)) < 15
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [(0.5, "0.5 of the configured rate"), (1.0, "the configured rate"), (3.0, "3 x the configured rate")],
+)
+def test_a_rate_is_told_by_the_configured_one(scale: float, said: str) -> None:
+    assert rate_text(scale) == said
+    asked = Request(verb="rollback", by="ana", to=20, lr_scale=scale)
+    (word,) = request_news(RunState(), asked)
+    assert word.reason == f"ana asked to go back to step 20 at {said}"
 
 
 def test_no_file_can_paint_the_terminal_or_forge_a_line() -> None:

@@ -242,6 +242,6 @@ def test_scales_multiply_over_rollbacks_and_stop_at_the_floor_and_the_budget(sta
     assert stage.state == "gave_up"
     assert isinstance(stage.events[-1], GaveUp)
     assert "5 rollbacks" in stage.events[-1].reason
-    assert [text.split(" of the rate")[0][-3:] for text in stage.events[-1].tried[:2]] == ["0.5", ".25"]
+    assert [text.split(" of the configured rate")[0][-3:] for text in stage.events[-1].tried[:2]] == ["0.5", ".25"]
     assert len(stage.events[-1].tried) == 5
     assert stage.scheduler.jobs[stage.job_id].state is JobState.CANCELLED

@@ -251,7 +251,7 @@ def test_a_rate_above_the_configured_one_is_said(tmp_path: Path, capsys: pytest.
     stage = training(tmp_path)
     args = parser_of(cli.VERBS).parse_args(["rollback", str(stage.run_dir.path), "--to", "20", "--lr-scale", "2"])
     _check_rollback(args, stage.run_dir)
-    assert "--lr-scale 2: above the configured rate" in capsys.readouterr().err
+    assert "warning: --lr-scale 2: 2 x the configured rate; the run goes on at it" in capsys.readouterr().err
     args.lr_scale = 1.0
     _check_rollback(args, stage.run_dir)
     assert capsys.readouterr().err == ""
