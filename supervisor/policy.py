@@ -83,7 +83,7 @@ def _stop(run: RunState, seen: Observation, rules: Rules, by: str) -> Decision:
 def _end_stopped(run: RunState, seen: Observation, rules: Rules, by: str, reason: str) -> Decision:
     if run.has_live_job and not job_is_over(run, seen, rules):
         return AskToStop("the worker is to save and leave")
-    return EndStopped(_newest_step(seen), by, reason)
+    return EndStopped(_newest_step(seen), by, reason + _all_done(run, seen))
 
 
 def _was_cancelled_by_a_person(run: RunState, seen: Observation) -> bool:
@@ -94,6 +94,13 @@ def _was_cancelled_by_a_person(run: RunState, seen: Observation) -> bool:
 
 def _newest_step(seen: Observation) -> int | None:
     return seen.manifests[-1].step if seen.manifests else None
+
+
+def _all_done(run: RunState, seen: Observation) -> str:
+    """What is to be said of a run whose last step is saved and whose weights are not published; empty of others."""
+    start = run.segment_started.start if run.segment_started is not None else None
+    is_done = start is not None and _newest_step(seen) == start.max_steps
+    return "; all steps are done, a resume only writes final/" if is_done else ""
 
 
 def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:

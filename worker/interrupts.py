@@ -58,7 +58,7 @@ _ASK_OF_SIGNAL = {signal.SIGTERM: Ask.PREEMPTED, signal.SIGUSR2: Ask.TIME_LIMIT}
 
 
 class Signals:
-    """SIGTERM and SIGUSR2 as flags, from ``__init__`` until ``restore``."""
+    """SIGTERM and SIGUSR2 as flags from ``__init__`` on."""
 
     def __init__(self) -> None:
         self.asked = Ask.NOTHING
@@ -70,9 +70,10 @@ class Signals:
         self.asked = max(self.asked, _ASK_OF_SIGNAL[signal.Signals(number)])
 
     def restore(self) -> None:
-        """Put back the handlers that stood before."""
+        """Put back the handlers that stood before; without one the flag stays: the weights are to be published yet."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not signal.SIG_DFL:
+                signal.signal(number, handler)
 
 
 class RunFiles:

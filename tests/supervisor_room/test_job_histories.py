@@ -348,6 +348,20 @@ def test_stop_saves_and_stays_stopped(stage: Stage) -> None:
     assert stage.state == "stopped"
     assert isinstance(stage.events[-1], Stopped)
     assert (stage.events[-1].by, stage.events[-1].saved_step) == ("bob", 25)
+    assert stage.events[-1].reason == "stopped by bob"
+
+
+def test_a_stop_after_the_last_step_says_that_only_the_weights_are_missing(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(100)
+    stage.settle()
+    publish_message(stage.run_dir.request, Request(verb="stop", by="bob"))
+    stage.settle()
+    stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="", what="stop"))
+    stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
+    stage.settle()
+    assert stage.events[-1].reason == "stopped by bob; all steps are done, a resume only writes final/"
 
 
 def test_stop_ends_the_waiting_of_a_worker_that_just_saw_a_spike(stage: Stage) -> None:

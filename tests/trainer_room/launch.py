@@ -100,6 +100,14 @@ def inject(faults: dict[str, Any]) -> None:
         setattr(worker.saving, faults["kill_before"], _kill_this_process)
     if "kill_before_final" in faults:
         worker.train.publish_final = _kill_this_process
+    if "signal_before_final" in faults:
+        publish_final = worker.train.publish_final
+
+        def signal_and_publish(attached: Attached) -> None:
+            signal.raise_signal(faults["signal_before_final"])
+            publish_final(attached)
+
+        worker.train.publish_final = signal_and_publish
     if faults.get("is_late"):
         worker.attach.StepsCallback.__init__.__defaults__ = (True,)
 

@@ -371,17 +371,20 @@ def test_a_directive_that_cannot_be_read_is_no_news_and_a_claim_that_cannot_is_n
 
 
 def test_signals_are_flags_and_the_handlers_before_come_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    signals = Signals()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a script may
     try:
+        signals = Signals()
         signal.raise_signal(signal.SIGUSR2)
         assert signals.asked is Ask.TIME_LIMIT
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR2)
         assert signals.asked is Ask.PREEMPTED
-    finally:
         signals.restore()
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGUSR2)  # nobody handled it before: it ends nothing
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def checkpoint(run: RunDir, step: int, attempt: int = 1, without: str = "") -> None:

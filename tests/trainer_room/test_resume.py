@@ -303,3 +303,10 @@ def test_a_run_that_was_killed_after_its_last_step_only_publishes_what_is_missin
     rig.finish(restart=1)
     assert rig.run.history.read_bytes() == before
     same_end(undisturbed, rig)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_run_that_is_asked_to_leave_after_its_last_step_finishes(number: int, make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.finish(signal_before_final=number)
+    assert rig.run.final.exists()
