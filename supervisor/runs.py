@@ -19,8 +19,9 @@ from supervisor.fold import ending_of, replay
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, GaveUp, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
-from supervisor.pace import estimate, still_since, unread_text
+from supervisor.pace import between_steps, estimate, still_since, unread_text, whole_rounds
 from supervisor.report.advice import after_giving_up
+from supervisor.report.evaluations import evaluations
 from supervisor.run_state import OVER, RunState
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
@@ -48,10 +49,13 @@ _COLUMNS = [
     "supervisor",
     "since",
     "eta",
+    "doing",
     "still_since",
     "worker_left",
     "reason",
 ]
+_RECENT_BYTES, _STEPS_IN_RECENT, _MOST_STEPS = 65_536, 100, 2_000
+"""What is read of a history's end for the pace: some steps at least, and as many as lie between two evaluations."""
 _VERSIONED = ("higgsfield-supervisor", "torch", "transformers", "accelerate", "submitit")
 
 
@@ -224,13 +228,16 @@ def standing(run_dir: RunDir, in_detail: bool, now: float | None = None) -> dict
     config = contract_config.read(run_dir.config)
     events = read_journal(run_dir.journal)
     state = replay(events)
-    recent = recent_records(run_dir.history)
+    every = config.training.eval_every
+    recent = recent_records(run_dir.history, _RECENT_BYTES * (1 + min(every or 0, _MOST_STEPS) // _STEPS_IN_RECENT))
     last = recent[-1] if recent else None
     holder, total = _holder(run_dir), _max_steps(config, events)
     own = [record for record in recent if record.segment == state.segment]
     left = unread_text(run_dir, state)
     is_alone = holder is None or holder["alive"] is False
+    doing = None if left else between_steps(run_dir, state, now)
     still = own[-1].time if left and own else still_since(state, own, now, is_alone=is_alone)
+    still = None if doing else still
     row: dict[str, Any] = {
         "name": config.run.name,
         "dir": str(run_dir.path),
@@ -244,7 +251,8 @@ def standing(run_dir: RunDir, in_detail: bool, now: float | None = None) -> dict
         "job": _job(state),
         "supervisor": holder,
         "since": state.since,
-        "eta": None if still else estimate(state, total, own, now),
+        "eta": None if still else estimate(state, total, whole_rounds(own, every), now),
+        "doing": doing,
         "still_since": still,
         "worker_left": left,
         "reason": _stop_file(run_dir, state, left) or _reason(config, state),
@@ -317,4 +325,4 @@ def _details(run_dir: RunDir, config: Config, state: RunState, events: list[Even
     ending = ending_of(events)
     tried = after_giving_up(ending) if isinstance(ending, GaveUp) else []
     told = {"checkpoints": checkpoints, "excluded": excluded, "budgets": budgets, "events": last_events}
-    return told | {"try": tried}
+    return told | {"try": tried, "evaluations": evaluations(branch)}

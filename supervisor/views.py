@@ -16,6 +16,7 @@ from supervisor.observation import Observation
 from supervisor.page_file import page_place, publish_page
 from supervisor.report.accounting import Accounting, account
 from supervisor.report.diagnosis_text import diagnosis_lines
+from supervisor.report.evaluations import evaluations
 from supervisor.report.figures import printable
 from supervisor.report.log_text import closing_summary, costs_of, entry_lines, late_cost_lines, log_lines, milestones
 from supervisor.report.page import Facts, render
@@ -114,7 +115,7 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
 def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
     """Print the whole log from ``since`` on, UTC seconds."""
     known = read_evidence(run_dir)
-    told = diagnose(known), still(run_dir), str(run_dir.path)
+    told = diagnose(known), still(run_dir), str(run_dir.path), evaluations(surviving(known.records))
     for line in log_lines(known.events, _accounting(known), since, columns(out), *told):
         print(line, file=out)
 
@@ -144,7 +145,8 @@ def follow_log(run_dir: RunDir, since: float, out: TextIO, sleep: Callable[[floa
 
 
 def _summary(run_dir: RunDir, known: Evidence) -> list[str]:
-    return closing_summary(known.events, _accounting(known), diagnose(known), still(run_dir))
+    evaluated = evaluations(surviving(known.records))
+    return closing_summary(known.events, _accounting(known), diagnose(known), still(run_dir), evaluated)
 
 
 def still(run_dir: RunDir) -> str:

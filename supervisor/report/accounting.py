@@ -214,8 +214,8 @@ def _history_marks(
 
 
 def _evaluation_s(before: Record, record: Record) -> float:
-    """How long the evaluation between two steps took: what neither the step nor a save did."""
-    if record.step_s is None or (record.eval_loss is None and record.ema_eval_loss is None):
+    """How long the evaluation after ``before`` took: what neither the next step nor a save did."""
+    if record.step_s is None or before.eval_loss is None or before.evaluated_step != before.step:
         return 0.0
     return max(0.0, record.time - before.time - record.step_s - (record.save_s or 0.0))
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from supervisor.journal import Continued, Event, GaveUp, Preempted, RolledBack, SegmentStarted, Stopped, VerdictSeen
 from supervisor.report.curve import Point, curve_lines, mark_line
+from supervisor.report.evaluations import evaluations, evaluations_text
 from supervisor.report.figures import clipped, clipped_list, duration, local_clock, local_moment, local_time, printable
 from supervisor.report.log_text import milestones
 from supervisor.report.page_data import kind_of
@@ -39,7 +40,7 @@ def frame(
         _title(row, columns, now),
         _progress(row, events, columns, now),
         _figures(row, kept, columns),
-        *_where(row, columns, now),
+        *_where(row, kept, columns, now),
     ]
     num_told = max(3, min(8, rows // 5))
     height = max(3, rows - len(top) - num_told - 3)
@@ -125,11 +126,13 @@ def _figures(row: dict[str, Any], kept: Sequence[Record], columns: int) -> str:
     return clipped_list(parts, columns)
 
 
-def _where(row: dict[str, Any], columns: int, now: float) -> list[str]:
-    """Job and supervisor, as the details of ``status`` say it; of a run that is over, why."""
-    told = [f"{label} {text}" for label, text in facts_of(row, now) if label in ("job", "steps", "supervisor")]
+def _where(row: dict[str, Any], kept: Sequence[Record], columns: int, now: float) -> list[str]:
+    """Job and supervisor, as the details of ``status`` say it, of a run that is over, why; and how it evaluates."""
+    told = [f"{label} {text}" for label, text in facts_of(row, now) if label in ("job", "steps", "now", "supervisor")]
     if row["state"] in OVER:
         told = [row["reason"]]
+    if found := evaluations(kept):
+        told.append(f"evaluation loss {evaluations_text(found)}")
     return [line for text in told for line in textwrap.wrap(printable(text), columns)[:_MOST_LINES]]
 
 

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from supervisor.fold import ending_of
 from supervisor.how_it_left import cause_of
@@ -34,6 +34,7 @@ from supervisor.journal import (
 from supervisor.lease import BEAT_EVERY_S
 from supervisor.report.accounting import Accounting, job_since
 from supervisor.report.diagnosis_text import in_one_line
+from supervisor.report.evaluations import evaluations_text
 from supervisor.report.figures import (
     duration,
     local_clock,
@@ -95,6 +96,7 @@ def log_lines(
     findings: Sequence[Diagnosis] = (),
     still: str = "",
     folder: str = "",
+    evaluated: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
     """The whole log of the run in ``folder`` from ``since`` on: days, events with their costs, closing summary."""
     costs, listing = costs_of(accounting), Listing(folder)
@@ -113,7 +115,7 @@ def log_lines(
         if isinstance(event, SupervisorStarted) and (since_s := _alone_since(events, number)) is not None:
             yield f"{'':24}its job had ended at {local_clock(since_s)}, {duration(event.time - since_s)} before"
     yield ""
-    yield from closing_summary(events, accounting, findings, still)
+    yield from closing_summary(events, accounting, findings, still, evaluated)
 
 
 def _alone_since(events: Sequence[Event], started: int) -> float | None:
@@ -162,7 +164,11 @@ def costs_of(accounting: Accounting) -> Mapping[int, Interruption]:
 
 
 def closing_summary(
-    events: Sequence[Event], accounting: Accounting, findings: Sequence[Diagnosis] = (), still: str = ""
+    events: Sequence[Event],
+    accounting: Accounting,
+    findings: Sequence[Diagnosis] = (),
+    still: str = "",
+    evaluated: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """What a colleague wants to know who was not there.
 
@@ -178,6 +184,7 @@ def closing_summary(
         _headline(events, accounting, still=bool(still)),
         *standing,
         *story,
+        *([f"Evaluation loss: {evaluations_text(evaluated)}."] if evaluated else []),
         *map(in_one_line, findings[:1]),
         *time_lines(accounting),
     ]

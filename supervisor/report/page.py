@@ -15,6 +15,7 @@ from supervisor.fold import replay
 from supervisor.how_it_left import cause_of
 from supervisor.journal import Continued, Diagnosis, Event, RolledBack, RunCreated, Stopped, VerdictSeen, WorkerLeft
 from supervisor.report.accounting import Accounting
+from supervisor.report.evaluations import evaluations
 from supervisor.report.figures import (
     duration,
     local_clock,
@@ -32,7 +33,7 @@ from supervisor.report.standing_text import HEALTH
 from supervisor.report.texts import Listing, details_once, is_told, step_of, text_of, word_of
 from worker.contract.config import Config, format_config, without_secrets
 from worker.contract.exit_report import Outcome
-from worker.contract.loss_history import Record
+from worker.contract.loss_history import Record, surviving
 from worker.contract.manifest import Health, Manifest
 
 _PARTS: Final = Path(__file__).with_name("page")
@@ -98,7 +99,8 @@ def _json(data: Any) -> str:
 
 
 def _summary(facts: Facts) -> Iterator[str]:
-    for line in closing_summary(facts.events, facts.accounting, facts.findings, facts.still):
+    found = evaluations(surviving(facts.records))
+    for line in closing_summary(facts.events, facts.accounting, facts.findings, facts.still, found):
         yield f"<p>{_text(line)}</p>"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from supervisor.report.advice import how_to_go_on
+from supervisor.report.evaluations import evaluations_text
 from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_moment, printable
 from supervisor.run_state import OVER
 from worker.contract.words import count
@@ -64,7 +65,7 @@ def _progress(row: Row) -> str:
 def _remark(row: Row, now: float) -> str:
     """Whether nobody supervises it; why it waits and until when, or when it will end; where it runs; since when."""
     since, back = f"for {duration(now - row['since'])}", count(row["rollbacks"], "rollback") if row["rollbacks"] else ""
-    parts = [_unattended(row), _waits(row, now), _ends(row, now), back, _place(row), since]
+    parts = [_unattended(row), _waits(row, now), row.get("doing") or "", _ends(row, now), back, _place(row), since]
     if row["state"] in OVER:
         parts = [back, _short(row["reason"]), f"{duration(now - row['since'])} ago"]
     return _one_line(", ".join(part for part in parts if part))
@@ -182,10 +183,14 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
         yield "supervisor", _supervisor(row)
         if still := still_text(row, now):
             yield "steps", still
+        if row.get("doing"):
+            yield "now", f"{row['doing']}: no step is made meanwhile"
         if row["eta"] is not None and row["eta"] > now:
             left = duration(row["eta"] - now)
             yield "done", f"about {local_moment(row['eta'], now)}, in {left}, if it goes on as it does now"
     because = row["job"]["because"] if row["job"] and row["state"] not in OVER else ""
+    if row.get("evaluations"):
+        yield "evaluation", f"loss {evaluations_text(row['evaluations'])}"
     if because and because != row["reason"]:
         yield "waits", because
     if row["reason"]:

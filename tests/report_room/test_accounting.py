@@ -158,9 +158,9 @@ def test_an_evaluation_between_two_steps_is_a_kind_of_its_own(tmp_path: Path) ->
     plain = story.accounting()
     at = next(n for n, one in enumerate(story.records) if one.step == 41)
     late = [one.model_copy(update={"time": one.time + 30}) for one in story.records[at:]]
-    late[0] = late[0].model_copy(update={"eval_loss": 2.0})
-    events = [e.model_copy(update={"time": e.time + 30 * (e.time > story.records[at - 1].time)}) for e in story.events]
-    found = Story(events, [*story.records[:at], *late]).accounting()
+    before = [*story.records[: at - 1], story.records[at - 1].model_copy(update={"eval_loss": 2.0})]
+    events = [e.model_copy(update={"time": e.time + 30 * (e.time > before[-1].time)}) for e in story.events]
+    found = Story(events, [*before, *late]).accounting()
     assert found.seconds("evaluating") == pytest.approx(30)
     assert found.seconds("training") == pytest.approx(plain.seconds("training"))
     assert found.seconds("saving") == pytest.approx(plain.seconds("saving"))

@@ -9,6 +9,7 @@ import pytest
 
 from supervisor.journal import JobSeen, SupervisorStarted
 from supervisor.lease import take_lease
+from supervisor.pace import step_s, whole_rounds
 from supervisor.report.frame import frame
 from supervisor.report.log_text import closing_summary, log_lines
 from supervisor.report.screen import Screen
@@ -16,9 +17,11 @@ from supervisor.report.standing_text import detail_lines, list_lines, stands_sti
 from supervisor.report.texts import details_of
 from supervisor.runs import standing
 from supervisor.supervise import reopen, take_up
+from supervisor.views import show_log, write_report
 from tests.report_room.stories import Slow, refused
-from tests.supervisor_room.stage import BEGIN
+from tests.supervisor_room.stage import BEGIN, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.loss_history import read_history, record
 
 KILLED = ErrorDetail(type="Signal", message="killed by signal 9 (Killed)")
 
@@ -98,3 +101,47 @@ def test_the_next_supervisor_of_a_run_that_is_not_over_knows_the_last_sign_of_th
     begun = watched.run.introduction
     assert begun is not None
     assert begun.free_since == (BEGIN if play is under_way else None)
+
+
+def test_an_evaluation_is_told_moves_the_end_and_is_no_standstill(tmp_path: Path) -> None:
+    stage = under_way(tmp_path)
+    last = stage.story.records[-1].time
+    before = standing(stage.run_dir, in_detail=False, now=last + 1)
+    assert before["doing"] is None
+    stage.now = last + 80
+    stage.pulse("evaluating")
+    row = standing(stage.run_dir, in_detail=True, now=last + 90)
+    assert (row["doing"], row["still_since"]) == ("evaluating", None)
+    assert row["eta"] == pytest.approx(before["eta"] + 90, abs=5)
+    picture = frame(row, stage.events, stage.story.records, [], 100, 24, last + 90)
+    for text in ("\n".join(lines) for lines in (list_lines([row], last + 90), detail_lines(row, last + 90), picture)):
+        assert "evaluating" in text
+    silent = standing(stage.run_dir, in_detail=False, now=last + 600)
+    assert (silent["doing"], silent["still_since"]) == (None, last)
+
+
+def test_the_pace_has_as_many_evaluations_in_it_as_belong_there() -> None:
+    rows = [
+        record(segment=1, attempt=1, restart=0, step=n, epoch=0.0, time=n + 100.0 * ((n - 1) // 20), loss=1.0, lr=1.0)
+        for n in range(1, 51)
+    ]
+    assert step_s(whole_rounds(rows, 20)) == 6.0
+    assert whole_rounds(rows, None) == whole_rounds(rows, 50) == rows
+
+
+def test_the_newest_and_the_best_evaluation_are_told_wherever_a_run_is(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.settle()
+    stage.start_job()
+    stage.train(20, eval_loss=1.5)
+    stage.train(40, eval_loss=1.8, ema_eval_loss=1.6)
+    stage.train(49)
+    stage.settle()
+    told = "1.8 at step 40, of the average 1.6; the best at step 20: 1.5"
+    row = standing(stage.run_dir, in_detail=True, now=stage.now)
+    picture = frame(row, stage.events, read_history(stage.run_dir.history), [], 100, 24, stage.now)
+    out = io.StringIO()
+    show_log(stage.run_dir, 0.0, out)
+    for text in ("\n".join(detail_lines(row, stage.now)), "\n".join(picture), out.getvalue()):
+        assert told in text
+    assert told in write_report(stage.run_dir).read_text()
