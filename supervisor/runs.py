@@ -102,10 +102,13 @@ def _check_same(run_dir: RunDir, config: Config, *, may_change: bool = False) ->
 
 def _check_change(run_dir: RunDir, keys: Sequence[str], may_change: bool) -> None:
     told, path = ", ".join(keys), run_dir.path
+    state = replay(read_journal(run_dir.journal)).state
     if not all(map(_leaves_the_training, keys)):
         mend = f"choose another run.name, or remove {path} to begin anew"
+        if state != "finished" and _SHAPE.isdisjoint(keys):
+            first = "" if state in OVER else f"`higgsfield stop {path}`, then "
+            mend += f"; or let that run go on by it: {first}change {run_dir.config} and `higgsfield resume {path}`"
         raise RunError(f"{path}: another run has this name (it differs in {told}); {mend}")
-    state = replay(read_journal(run_dir.journal)).state
     if state == "finished" or (may_change and state in OVER):
         return
     first = "" if state in OVER else f"`higgsfield stop {path}` first, then "

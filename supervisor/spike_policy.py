@@ -171,7 +171,7 @@ def _lower_the_rate(run: RunState, seen: Observation, rules: Rules, verdict: Ver
     if not is_elsewhere:
         taken_back = _to_take_back(run, rules, verdict)
         skip = as_skips(_to_skip(run, seen, rules, verdict, target.step, len(taken_back)))
-        why += f"; {_about_skip(rules, skip, taken_back, is_again=is_again, goes_on=goes_on)}"
+        why += f"; {_about_skip(run, rules, skip, taken_back, is_again=is_again, goes_on=goes_on)}"
     changes_nothing = not skip and scale == run_scale(run)  # the same attempt once more would end at the same step
     if run.rolled_back_to is not None and (is_elsewhere or changes_nothing):
         target = _further_back(run, seen, rules, verdict, target, run.rolled_back_to)
@@ -286,14 +286,22 @@ def _room(run: RunState) -> int:
 
 
 def _about_skip(
-    rules: Rules, skip: Sequence[SkippedBatches], taken_back: Sequence[BatchPosition], *, is_again: bool, goes_on: bool
+    run: RunState,
+    rules: Rules,
+    skip: Sequence[SkippedBatches],
+    taken_back: Sequence[BatchPosition],
+    *,
+    is_again: bool,
+    goes_on: bool,
 ) -> str:
     where = "recovery.spike.skip is always"
     if is_again or goes_on:
-        where = "it goes on right beside the batches left out before" if goes_on else "again at the same batches"
+        beside = "its batches lie right beside those that are left out already"
+        where = beside if goes_on else "again at the same batches"
     if skip:
         instead = f", instead of {in_words(as_skips(taken_back))}" if taken_back else ""
         return f"{where}, so {left_out(sum(one.count for one in skip))} ({in_words(skip)}{instead})"
     if rules.recovery.spike.skip == "never":
         return f"{where}, and recovery.spike.skip is never"
-    return f"{where}; none is left out, for that would be more than 1 % of the run's batches"
+    none = "no more are" if _skipped(run) else "none is"
+    return f"{where}; {none} left out, for that would be more than 1 % of the run's batches"

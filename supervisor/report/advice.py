@@ -20,6 +20,10 @@ _ADVICE: Final = {
     "crash": "the traceback is in logs/train.log; a crash that comes again at the same step is the program or its data",
 }
 _KEY: Final = re.compile(rf"\b({'|'.join(Config.model_fields)})\.[a-z_]+")
+_MEND: Final = "mend "
+_CALLS_SCRIPT: Final = '/worker/own_script.py"'
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
+_LIBRARY: Final = re.compile(r"^<|/site-packages/|/lib/python\d")
 _AFTER_A_KILL: Final = (
     "signal 9 leaves no traceback: most often memory ran out, or a person sent it; logs/train.log has its last words, "
     "`dmesg` or `journalctl -k` on its node names what was killed for memory; a Slurm that keeps accounts knows what "
@@ -67,7 +71,8 @@ def after_giving_up(event: GaveUp) -> list[str]:
     """What is known to be worth trying before a run that gave up goes on; [] for nothing."""
     memory = _ADVICE["out_of_memory"] if event.reason.startswith("out of memory") else None
     settings = event.diagnosis.next if event.diagnosis is not None and event.diagnosis.next != "nothing" else None
-    return [text for text in (_after_crash(event.reason), memory, settings) if text is not None]
+    known = _after_crash(event.reason), memory, settings, _mend_script(event.error or "")
+    return [text for text in known if text is not None]
 
 
 def _go_on(event: GaveUp, found: Sequence[str], folder: str) -> str:
@@ -79,12 +84,19 @@ def how_to_go_on(found: Sequence[str], folder: str, *, is_saved: bool, is_lowere
     """The commands after which a run that gave up goes on; ``is_lowered``: a resume would keep a lower rate, or lower
     it."""
     resume = f"higgsfield resume {folder}".rstrip()
-    if is_saved:
+    if is_saved or any(text.startswith(_MEND) for text in found):
         return f"{first(found)}, then {resume}"
     config, whole = (f"{folder}/config.yaml", folder) if folder else ("config.yaml in the run's folder", "that folder")
     anew = f"higgsfield rollback {folder or 'RUN'} --to 0 --lr-scale 1, which begins at the configured rate"
     steps = f"edit {config}, then {anew}, then {resume}" if is_lowered else f"edit {config} and {resume}"
     return f"there is no checkpoint yet, so nothing is lost by beginning anew: {steps}, or remove {whole}"
+
+
+def _mend_script(error: str) -> str | None:
+    """Where in a person's own script an error came up, by its traceback; None where it was not there."""
+    _, ours, theirs = error.rpartition(_CALLS_SCRIPT)
+    frames = [one for one in _FRAME.findall(theirs) if not _LIBRARY.search(one[0])] if ours else []
+    return f"{_MEND}{frames[-1][0]}, line {frames[-1][1]}" if frames else None
 
 
 def first(found: Sequence[str]) -> str:

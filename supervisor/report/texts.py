@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from supervisor.batches import left_out
 from supervisor.how_it_left import cause_of
 from supervisor.journal import (
     AttemptDecided,
@@ -56,7 +57,8 @@ from worker.contract.words import count
 _QUIET = (AttemptDecided, SubmitIntended, CancelIntended, ChangeIntended, ProgressMade)
 """Intents, whose outcomes say the same a moment later, and progress, which status shows."""
 _TOLD_ABOVE: Final = "as above"
-"""Of advice that a listing has given already."""
+"""Of what a listing has given already."""
+_TOLD_ONCE: Final = ("try", "left out")
 _OBSERVED: Final = "not done, for recovery.mode is observe: "
 
 
@@ -98,6 +100,8 @@ _WORDS: Final = {
 }
 _COMPARED: Final = 60
 """How many characters of an error tell it from others."""
+_MOST_LINES: Final = 12
+"""Of an error that a run gave up over."""
 _LONGEST_ERROR: Final = 240
 """Characters of an error in the log; all of it is in the exit report and in logs/train.log."""
 _MOST_BATCHES: Final = 6
@@ -122,7 +126,9 @@ class Listing:
     folder: str = ""
     """The run's, for paths that a person can paste; empty where nobody has to look for it."""
     told: set[str] = field(default_factory=set)
-    """Sentences of events, and advice."""
+    """Sentences of events, advice, and what the batches are that are left out."""
+    answers: set[str] = field(default_factory=set)
+    """Why each attempt was begun: a run that gives up need not say again what it tried."""
 
 
 def word_of(event: Event) -> str:
@@ -231,15 +237,18 @@ def details_of(event: Event, cost: Interruption | None = None, folder: str = "")
 def details_once(event: Event, cost: Interruption | None, listing: Listing) -> list[Detail]:
     """``details_of`` without the sentences and advice that the listing has; those of this event are added to it."""
     told = listing.told
-    details = [(label, _untold(label, text, told)) for label, text in details_of(event, cost, listing.folder)]
-    told |= {text_of(event), *(text for label, text in details if label == "try")}
-    again = ("try", _TOLD_ABOVE)
-    return [one for at, one in enumerate(details) if one[1] and not (one == again and one in details[:at])]
+    given = [
+        one for one in details_of(event, cost, listing.folder) if one[0] != "tried" or one[1] not in listing.answers
+    ]
+    listing.answers |= {event.reason} if isinstance(event, RolledBack) else set()
+    details = [(label, _untold(label, text, told)) for label, text in given]
+    told |= {text_of(event), *(text for label, text in details if label in _TOLD_ONCE)}
+    return [one for at, one in enumerate(details) if one[1] and not (one[1] == _TOLD_ABOVE and one in details[:at])]
 
 
 def _untold(label: str, text: str, told: Collection[str]) -> str:
     """What a detail says beyond what was told: of a reason what goes on after that; empty for nothing."""
-    if label == "try" and text in told:
+    if label in _TOLD_ONCE and text in told:
         return _TOLD_ABOVE
     if label not in ("because", "tried"):
         return text
@@ -312,7 +321,7 @@ def _done(event: RolledBack) -> str:
         ramp = event.lr_ramp
         done += f", held for {count(ramp.hold_steps, 'step')}, then back to {ramp.to:g} over {ramp.ramp_steps:,}"
     if event.skip_batches:
-        done += f"; global batches left out: {sum(skip.count for skip in event.skip_batches):,}"
+        done += f"; {left_out(sum(skip.count for skip in event.skip_batches))} in all"
     if event.quarantine:
         done += f"; {', '.join(event.quarantine)} set aside in quarantine/"
     return done
@@ -405,8 +414,15 @@ def _of_given_up(event: GaveUp) -> Iterator[Detail]:
     for text in event.tried:
         yield "tried", text
     if event.error is not None and event.error not in event.reason:
-        for line in event.error.rstrip().splitlines()[-12:]:
-            yield "", line
+        yield from (("", line) for line in _last_frames(event.error))
+
+
+def _last_frames(error: str) -> list[str]:
+    """The end of an error, from the beginning of a frame on where it is a traceback; without lines of mere marks."""
+    lines = [line for line in error.rstrip().splitlines() if set(line.strip()) - set("^~")]
+    frames = [at for at, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    begin = next((at for at in frames if len(lines) - at <= _MOST_LINES), len(lines) - _MOST_LINES)
+    return lines if len(lines) <= _MOST_LINES else ["...", *lines[begin:]]
 
 
 def _of_stopped(event: Stopped) -> Iterator[Detail]:

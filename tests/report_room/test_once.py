@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.journal import NodeStruck
+from supervisor.journal import GaveUp, NodeStruck, RolledBack, SegmentStarted
 from supervisor.notify import note_of
 from supervisor.report.log_text import log_lines
 from supervisor.report.page import Facts, render
-from tests.report_room.stories import Slow, one_spike
+from supervisor.report.texts import Listing, details_of, details_once
+from tests.report_room.stories import Slow, a_start, one_spike
 from tests.supervisor_room.stage import config
+from worker.contract.directive import SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.loss_history import LeftOutBatch, SourceRows
 from worker.contract.pulse import Hang
 
 pytestmark = pytest.mark.usefixtures("berlin")
@@ -79,3 +82,38 @@ def test_a_job_that_ends_for_a_verdict_does_not_tell_it_again(tmp_path: Path) ->
     stage.settle()
     [cancelled] = [event for event in stage.events if event.event == "Cancelled"]
     assert cancelled.reason == "job 1: a fresh job is needed"
+
+
+def test_what_was_tried_and_which_batches_are_left_out_is_not_told_again(tmp_path: Path) -> None:
+    answer = RolledBack(
+        cause="spike", where="new_job", kind="spike", verdict_step=8, onset_step=6, from_step=8, to_step=0,
+        reason="the loss rose; back to scratch at 0.5 of the rate: there is none before the onset",
+        skip_batches=(SkippedBatches(epoch=0, first=5, count=3),),
+    )  # fmt: skip
+    over = GaveUp(tried=(answer.reason,), reason="1 rollback brought nothing")
+    rows = SourceRows(file="a.txt", unit="line", first=1, last=2)
+    start = a_start(100).model_copy(update={"left_out": (LeftOutBatch(epoch=0, batch=5, rows=(rows,)),)})
+    begun = SegmentStarted(segment=2, restart=0, step=1, start=start)
+    listing = Listing()
+    assert ("left out", "batch 5 of epoch 0: line 1-2 of a.txt") in details_once(begun, None, listing)
+    assert ("left out", "as above") in details_once(begun, None, listing)
+    assert "; 3 batches are left out in all" in dict(details_once(answer, None, listing))["done"]
+    assert "tried" not in dict(details_once(over, None, listing))
+    assert dict(details_once(over, None, Listing()))["tried"] == answer.reason
+
+
+def test_an_error_in_a_persons_own_script_names_the_place_to_mend_and_is_shown_from_a_frame_on() -> None:
+    ours = "".join(f'  File "/x/worker/train.py", line {n}, in f{n}\n    f()\n    ^^^\n' for n in range(5))
+    call = '  File "/x/worker/own_script.py", line 86, in run\n    script(self)\n'
+    theirs = '  File "/w/boom.py", line 2, in main\n    torch.cat()\n'
+    library = '  File "/v/lib/python3.11/site-packages/torch/a.py", line 9, in cat\n    raise ValueError\n'
+    error = f"Traceback (most recent call last):\n{ours}{call}{theirs}{library}ValueError: bad"
+    over = GaveUp(reason="the same crash twice before any step: ValueError", error=error)
+    details = details_of(over, folder="/runs/r")
+    tried = [text for label, text in details if label == "try"]
+    assert tried == ["mend /w/boom.py, line 2", "do that, then higgsfield resume /runs/r"]
+    shown = [text for label, text in details if not label]
+    assert (shown[0], shown[1].split(",")[0], shown[-1]) == ("...", '  File "/x/worker/train.py"', "ValueError: bad")
+    assert not any("^" in line for line in shown)
+    without = GaveUp(reason="the same crash twice before any step", error=error.replace(call, ""))
+    assert "edit /runs/r/config.yaml" in dict(details_of(without, folder="/runs/r"))["try"]

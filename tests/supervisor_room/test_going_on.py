@@ -320,7 +320,11 @@ def changed_rate(config: Config, rate: float) -> Config:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"training": {"max_steps": 200}}, "another run has this name (it differs in training.max_steps)"),
+        (
+            {"training": {"max_steps": 200}},
+            "another run has this name (it differs in training.max_steps); choose another run.name, or remove RUN to "
+            "begin anew; or let that run go on by it: change RUN/config.yaml and `higgsfield resume RUN`",
+        ),
         ({"cluster": {"nodes": 2}}, "another run has this name (it differs in cluster.nodes)"),
         (
             {"cluster": {"nodes": 2, "partition": "long"}},
@@ -333,7 +337,7 @@ def test_what_changes_the_training_is_another_run(
 ) -> None:
     before = stopped(stage).run_dir.config.read_bytes()
     assert cli.main(["submit", str(other_file(stage, **sections))]) == cli.WRONG_INPUT
-    assert said in capsys.readouterr().err
+    assert said.replace("RUN", str(stage.run_dir.path)) in capsys.readouterr().err
     assert stage.run_dir.config.read_bytes() == before
     assert stage.state == "stopped"
 

@@ -87,7 +87,7 @@ def test_a_spike_that_goes_on_beside_the_skip_leaves_out_as_many_again(tmp_path:
     assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=130, count=8),)
     stage.spike(133, onset=131, loss=900.0)  # batches 138 to 140
     assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=130, count=8 + 3 + 8),)
-    assert "it goes on right beside" in rollbacks(stage)[-1].reason
+    assert "its batches lie right beside those that are left out already" in rollbacks(stage)[-1].reason
 
 
 def test_where_there_is_no_room_left_the_lead_makes_it_for_the_rest_of_the_shard(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_where_there_is_no_room_left_the_lead_makes_it_for_the_rest_of_the_shard
     assert "(202 to 203 of epoch 0, instead of 198 to 199 of epoch 0)" in rollbacks(stage)[-1].reason
     stage.spike(203, onset=202, verdict="nonfinite")
     assert stage.directive.skip_batches == (SkippedBatches(epoch=0, first=200, count=4),), "all were blamed: no room"
-    assert "more than 1 % of the run's batches" in rollbacks(stage)[-1].reason
+    assert "; no more are left out, for that would be more than 1 % of the run's batches" in rollbacks(stage)[-1].reason
 
 
 @pytest.mark.parametrize(("max_steps", "first", "count"), [(1000, 130, 8), (500, 133, 5), (300, 135, 3), (200, 0, 0)])
