@@ -23,9 +23,10 @@ _CURVES: Final = ("loss", "lr", "grad_norm")
 
 
 def chart_data(events: Sequence[Event], records: Sequence[Record], checkpoints: Sequence[int]) -> dict[str, Any]:
-    """Curves by segment and marks by step; ``checkpoints`` are the steps of those that are there."""
+    """Curves by segment, evaluations and marks by step; ``checkpoints`` are the steps of those that are there."""
     return {
         "segments": list(_segments(records)),
+        "evaluations": [[one.evaluated_step, _short(one.eval_loss)] for one in surviving(records) if one.eval_loss],
         "marks": [*_marks(events), *_checkpoints(checkpoints)],
         "max_steps": next((e.start.max_steps for e in events if isinstance(e, SegmentStarted) and e.start), None),
     }

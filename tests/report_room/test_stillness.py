@@ -144,4 +144,6 @@ def test_the_newest_and_the_best_evaluation_are_told_wherever_a_run_is(tmp_path:
     show_log(stage.run_dir, 0.0, out)
     for text in ("\n".join(detail_lines(row, stage.now)), "\n".join(picture), out.getvalue()):
         assert told in text
-    assert told in write_report(stage.run_dir).read_text()
+    page = write_report(stage.run_dir).read_text()
+    assert told in page
+    assert '"evaluations":[[20,1.5],[40,1.8]]' in page.replace(" ", "")

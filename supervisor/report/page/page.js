@@ -50,6 +50,11 @@
         if (value > high) high = value;
       }
     }
+    for (const [step, value] of name === "loss" ? data.evaluations : []) {
+      if (step < view[0] || step > view[1] || (isLog(name) && value <= 0)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
     if (low > high) return isLog(name) ? [0.1, 1] : [0, 1];
     if (isLog(name)) return low === high ? [low / 2, high * 2] : [low / 1.05, high * 1.05];
     const room = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
@@ -115,6 +120,7 @@
       drawCurve(pen, each, name, x, y, each.survivors, each.step.length, true);
       drawCurve(pen, each, name, x, y, 0, each.survivors, false);
     }
+    if (name === "loss") drawEvaluations(pen, x, y);
     pen.restore();
     drawMarks(pen, name, x, height);
     drawCursor(pen, name, x, y, height);
@@ -198,6 +204,19 @@
     for (let i = begin; i < end; i++) if (values[i] === null) pen.fillText(glyphs.trouble, x(each.step[i]), margin.top);
   }
 
+  function drawEvaluations(pen, x, y) {
+    pen.strokeStyle = colour("--evaluating");
+    pen.fillStyle = colour("--ground");
+    pen.lineWidth = 2;
+    for (const [step, loss] of data.evaluations) {
+      if (step < view[0] || step > view[1]) continue;
+      pen.beginPath();
+      pen.arc(x(step), y(loss), 4, 0, 2 * Math.PI);
+      pen.fill();
+      pen.stroke();
+    }
+  }
+
   function drawMarks(pen, name, x, height) {
     pen.textAlign = "center";
     pen.textBaseline = "top";
@@ -266,9 +285,10 @@
     const noted = each.noted[i] ? `, ${each.noted[i]}` : "";
     const parts = Object.keys(titles).map((name) => `${titles[name]} ${shown(each[name][i])}`);
     const near = data.marks.filter((mark) => Math.abs(mark.step - step) <= (view[1] - view[0]) / 200);
+    const evaluated = data.evaluations.filter(([at]) => at === step).map(([, loss]) => `evaluation loss ${shown(loss)}`);
     const told = [...new Set(near.map((mark) => `${mark.kind} at step ${mark.step}: ${mark.text}`))].slice(0, 3);
     const whole = `step ${step.toLocaleString("en")} (attempt ${each.attempt}${noted}${left}): ${parts.join(", ")}`;
-    readout.textContent = [whole, ...told].join(". ");
+    readout.textContent = [whole, ...evaluated, ...told].join(". ");
   }
 
   function moveTo(step) {
