@@ -236,8 +236,15 @@ def _worker_news(run: RunState, seen: Observation) -> Iterator[Event]:
     yield WorkerLeft(
         restart=report.restart,
         outcome=report.outcome,
-        step=report.step,
+        step=report.step if report.step is not None else _last_made(seen, report),
         saved_step=report.saved_step,
         error=report.error,
         reason=how_it_left(report),
     )
+
+
+def _last_made(seen: Observation, report: ExitReport) -> int | None:
+    """The newest step of a start that could not report it, by the history; None where it made none."""
+    last = seen.last
+    is_own = last is not None and (last.attempt, last.restart) == (report.attempt, report.restart)
+    return last.step if last is not None and is_own else None

@@ -9,9 +9,9 @@ from supervisor.report.curve import Point, curve_lines, mark_line
 from supervisor.report.evaluations import evaluations, evaluations_text
 from supervisor.report.figures import clipped, clipped_list, duration, local_clock, local_moment, local_time, printable
 from supervisor.report.log_text import milestones
-from supervisor.report.page_data import kind_of
+from supervisor.report.page_data import kind_of, last_steps
 from supervisor.report.standing_text import facts_of
-from supervisor.report.texts import is_told, text_of, word_of
+from supervisor.report.texts import is_told, left_at, text_of, word_of
 from supervisor.run_state import OVER
 from worker.contract.loss_history import Record
 
@@ -46,7 +46,7 @@ def frame(
     height = max(3, rows - len(top) - num_told - 3)
     chart = curve_lines(_points(kept), _points(left), columns, height, is_unicode=is_unicode)
     first, last = _reach([*left, *kept])
-    marks = list(_marks(events))
+    marks = list(_marks(events, [*left, *kept]))
     chart.append(mark_line(marks, first, last, columns))
     lines = [*top, *chart, *map(_event, _last_events(events, num_told))]
     lines = [clipped(printable(line), columns) for line in lines][: rows - 1]
@@ -145,11 +145,13 @@ def _reach(records: Sequence[Record]) -> tuple[int, int]:
     return min(steps), max(steps)
 
 
-def _marks(events: Sequence[Event]) -> Iterator[tuple[float, str]]:
-    step = 0
+def _marks(events: Sequence[Event], records: Sequence[Record]) -> Iterator[tuple[float, str]]:
+    step, ends = 0, last_steps(records)
     for event in events:
         step = getattr(event, "step", None) or step
         match event:
+            case SegmentStarted():
+                step = ends.get(event.segment, event.step)
             case VerdictSeen():
                 yield event.step, "V"
             case RolledBack():
@@ -159,7 +161,7 @@ def _marks(events: Sequence[Event]) -> Iterator[tuple[float, str]]:
             case Stopped():
                 yield max(step, event.saved_step or 0), "S"
             case Continued() if event.cause not in ("first", "adopted", "resumed"):
-                yield event.resume_step, "P" if kind_of(event.cause) == "preempted" else "X"
+                yield left_at(event), "P" if kind_of(event.cause) == "preempted" else "X"
             case _:
                 continue
 

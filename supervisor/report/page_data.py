@@ -14,7 +14,7 @@ from supervisor.journal import (
     VerdictSeen,
     WorkerLeft,
 )
-from supervisor.report.texts import text_of
+from supervisor.report.texts import left_at, text_of
 from worker.contract.loss_history import Record, surviving
 
 MOST_POINTS: Final = 60_000
@@ -27,7 +27,7 @@ def chart_data(events: Sequence[Event], records: Sequence[Record], checkpoints: 
     return {
         "segments": list(_segments(records)),
         "evaluations": [[one.evaluated_step, _short(one.eval_loss)] for one in surviving(records) if one.eval_loss],
-        "marks": [*_marks(events), *_checkpoints(checkpoints)],
+        "marks": [*_marks(events, records), *_checkpoints(checkpoints)],
         "max_steps": next((e.start.max_steps for e in events if isinstance(e, SegmentStarted) and e.start), None),
     }
 
@@ -71,13 +71,13 @@ def _loss(record: Record) -> float:
     return record.loss if record.loss is not None else 0.0
 
 
-def _marks(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+def _marks(events: Sequence[Event], records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """Verdicts, rollbacks, where the run went on after something else, and where a person stopped and resumed it."""
-    step = 0
+    step, ends = 0, last_steps(records)
     for event in events:
         match event:
             case SegmentStarted():
-                step = event.step
+                step = ends.get(event.segment, event.step)
             case VerdictSeen():
                 step = event.step
                 yield {"kind": "verdict", "step": event.step, "text": event.reason}
@@ -90,11 +90,19 @@ def _marks(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
             case Stopped():
                 yield {"kind": "stopped", "step": max(step, event.saved_step or 0), "text": event.reason}
             case Continued() if event.cause not in ("first", "adopted"):
-                yield {"kind": kind_of(event.cause), "step": max(step, event.resume_step), "text": text_of(event)}
+                yield {"kind": kind_of(event.cause), "step": left_at(event), "text": text_of(event)}
             case GaveUp():
                 yield {"kind": "trouble", "step": step, "text": f"gave up: {event.reason}"}
             case _:
                 continue
+
+
+def last_steps(records: Sequence[Record]) -> dict[int, int]:
+    """The last step of each segment."""
+    ends: dict[int, int] = {}
+    for record in records:
+        ends[record.segment] = max(record.step, ends.get(record.segment, 0))
+    return ends
 
 
 def kind_of(cause: str) -> str:

@@ -201,7 +201,8 @@ def text_of(event: Event) -> str:
             return f"from step {event.from_step} back to {_start(event)}, at {rate_text(event.lr_scale)}"
         case Continued():
             because = "" if event.cause in _BY_A_PERSON else f"{cause_of(event)}, "
-            return f"attempt {event.attempt} from {_start(event)} ({because}{_where(event.where)})"
+            back = f"step {left_at(event)} back to " if event.cost.steps_repeated else ""
+            return f"attempt {event.attempt} from {back}{_start(event)} ({because}{_where(event.where)})"
         case WouldHaveDone():
             return f"would have begun at {_start(event)}, at {rate_text(event.lr_scale)} ({event.cause})"
         case JobSeen() if event.reason:
@@ -221,6 +222,11 @@ def text_of(event: Event) -> str:
             return f"{event.reason}, after {duration(event.quiet_s)}"
         case _:
             return event.reason or event.event
+
+
+def left_at(event: Continued) -> int:
+    """The newest step that was finished when an attempt was begun, which may lie behind where it begins."""
+    return event.resume_step + event.cost.steps_repeated
 
 
 def details_of(event: Event, cost: Interruption | None = None, folder: str = "") -> list[Detail]:

@@ -255,11 +255,10 @@ class Stage:
             rank=rank,
             job_id=self.job_id,
             outcome=outcome,
-            step=self.step,
             started=0.0,
             ended=self.now,
             error=error,
-            **{"host": "n1"} | fields,
+            **{"host": "n1", "step": self.step} | fields,
         )
         path = self.run_dir.exit_report(self.directive.attempt, restart, rank)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,15 @@ import pytest
 from slurm.job import JobState
 from supervisor.decision import Wait
 from supervisor.job_looks import JobLooks
-from supervisor.journal import Continued, Stopped, Submitted, SupervisorStarted
+from supervisor.journal import Continued, Stopped, Submitted, SupervisorStarted, WorkerLeft
 from supervisor.lease import read_holder
+from supervisor.report.page_data import chart_data
+from supervisor.report.texts import text_of
 from supervisor.requests import Request
 from tests.supervisor_room.stage import CRASHED, PREEMPTED, TIME_LIMIT, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
 from worker.contract.files import publish_message
+from worker.contract.loss_history import read_history
 
 
 def test_a_preempted_job_goes_on_by_itself_and_its_start_is_moved(stage: Stage) -> None:
@@ -394,3 +397,19 @@ def test_a_full_disk_under_the_journal_means_no_effect(stage: Stage, monkeypatch
     monkeypatch.undo()
     stage.settle()
     assert stage.submissions == 1
+
+
+def test_the_step_of_a_crash_that_nobody_could_report_is_the_last_of_the_curve(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.leave(Outcome.CRASHED, error=CRASHED, step=None)
+    stage.settle()
+    [left] = [event for event in stage.events if isinstance(event, WorkerLeft)]
+    [begun] = [event for event in stage.events if isinstance(event, Continued) and event.cause == "crash"]
+    assert left.step == 25
+    assert text_of(begun) == "attempt 2 from step 25 back to checkpoint-20 (crash, in the same allocation)"
+    records = read_history(stage.run_dir.history)
+    [mark] = chart_data(stage.events, records, [])["marks"]
+    assert (mark["kind"], mark["step"]) == ("trouble", 25)

@@ -10,7 +10,7 @@
   const margin = { left: 64, right: 12, top: 22, bottom: 18 };
   const glyphs = { verdict: "\u25bc", rollback: "\u21b6", preempted: "\u25ae", stopped: "\u25a0", resumed: "\u25b6\ufe0e", trouble: "\u2715" };
   const colours = { verdict: "--alarm", rollback: "--rollback", preempted: "--preempted", stopped: "--faint", resumed: "--faint", trouble: "--alarm" };
-  const aside = { rollback: -9, stopped: -7, resumed: 7 }; // marks that often share their step with another one
+  const aside = { rollback: -12, resumed: 9 }; // marks that often share their step with another one
 
   const last = Math.max(1, ...data.segments.map((each) => each.step[each.step.length - 1]));
   const first = Math.min(...data.segments.map((each) => each.step[0]), last);
@@ -141,11 +141,13 @@
     pen.textAlign = "center";
     pen.textBaseline = "top";
     for (const step of ticks(view[0], view[1], Math.max(2, inner.width / 90)).filter(Number.isInteger)) {
-      pen.fillText(step.toLocaleString("en"), x(step), height - margin.bottom + 4);
+      const label = step.toLocaleString("en");
+      const rightmost = width - pen.measureText(label).width / 2;
+      pen.fillText(label, Math.min(x(step), rightmost), height - margin.bottom + 4);
     }
     pen.textAlign = "left";
     pen.fillStyle = colour("--ink");
-    pen.fillText(titles[name], margin.left, 3);
+    pen.fillText(titles[name], 0, 3); // left of where the marks may stand
   }
 
   function line(pen, x0, y0, x1, y1) {
