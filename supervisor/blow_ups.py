@@ -5,6 +5,7 @@ Pure. What is usual is what the branch was like before the onset.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isclose
 from typing import Final
 
 from supervisor.batches import as_skips, in_words
@@ -68,7 +69,9 @@ def _began(incident: Incident, batch: BatchPosition) -> str:
 
 
 def _is_same_rate(one: Incident, other: Incident) -> bool:
-    return one.lr == other.lr or (one.lr is not None and other.lr is not None and abs(one.lr / other.lr - 1) < 0.01)
+    return one.lr == other.lr or (
+        one.lr is not None and other.lr is not None and isclose(one.lr, other.lr, rel_tol=0.01)
+    )
 
 
 def suddenly_infinite(incident: Incident) -> Says:

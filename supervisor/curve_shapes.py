@@ -203,8 +203,9 @@ def slowed_down(evidence: Evidence) -> Says:
     best, now = max(full), median_of(rate for _, rate in rates[-_LONG:]) or 0.0
     if now >= _SLOWER * best:
         return ()
-    since = rates[full.index(best) * _LONG][0]
-    return (f"{now:,.0f} tokens a second now, {best:,.0f} from step {since} on", *_places(evidence))
+    fastest = rates[full.index(best) * _LONG :][:_LONG]
+    span = f"over steps {fastest[0][0]:,} to {fastest[-1][0]:,}"
+    return (f"{now:,.0f} tokens a second over the last {_LONG} steps, {best:,.0f} {span}", *_places(evidence))
 
 
 def _places(evidence: Evidence) -> Says:

@@ -335,10 +335,8 @@ def _healthy(evidence: Evidence, *, is_alone: bool) -> Diagnosis:
     fell = f", loss {losses[0]:.4g} at first and {losses[-1]:.4g} now" if losses else ""
     sound = "nothing is wrong" if len(branch) >= 100 else "nothing is wrong so far"
     troubles = evidence.interrupted_by
-    if troubles:
-        sound = "the loss is healthy"
-    told = sound if is_alone else "it learns as it should, but for what costs time or only looks bad"
-    others = (f"what interrupted the run was none of the loss: {', '.join(troubles)}",) if troubles else ()
+    told = sound if is_alone and not troubles else "the loss is healthy"
+    others = (f"the run was interrupted by other things than its loss: {', '.join(troubles)}",) if troubles else ()
     return Diagnosis(
         symptom="healthy", cause=told, confidence="sure",
         evidence=(f"{count(len(branch), 'step')} without a verdict{fell}", *others), next="nothing",

@@ -496,7 +496,18 @@ def test_a_healthy_loss_beside_crashes_is_not_called_a_run_without_trouble() -> 
     hung = Continued(attempt=4, cause="hang", resume_step=100, where="new_job")
     [said] = diagnose(of(CALM, events=[Continued(attempt=1, cause="first", where="new_job"), *crashes, hung]))
     assert (said.symptom, said.cause) == ("healthy", "the loss is healthy")
-    assert said.evidence[-1] == "what interrupted the run was none of the loss: crash 2 times, hang"
+    assert said.evidence[-1] == "the run was interrupted by other things than its loss: crash 2 times, hang"
+
+
+def test_a_verdict_at_the_first_step_of_a_warmup_whose_rate_is_nothing_is_compared_all_the_same() -> None:
+    records = [*nonfinite(1, begun=FRESH, lr=0.0), *nonfinite(1, 2, begun=FRESH, lr=1e-5)]
+    assert diagnose(of(records))[0].symptom == "at the same batch"
+
+
+def test_a_slower_stretch_is_told_beside_the_steps_that_were_faster_and_a_loss_that_is_healthy() -> None:
+    healthy, slower = diagnose(of(CALM, steps(401, 600, tokens_per_s=500.0)))
+    assert healthy.cause == "the loss is healthy"
+    assert slower.evidence == ("500 tokens a second over the last 100 steps, 1,000 over steps 1 to 100",)
 
 
 def test_the_steps_at_which_the_loss_only_left_its_level_are_not_called_not_finite() -> None:
