@@ -120,8 +120,8 @@
       drawCurve(pen, each, name, x, y, each.survivors, each.step.length, true);
       drawCurve(pen, each, name, x, y, 0, each.survivors, false);
     }
-    if (name === "loss") drawEvaluations(pen, x, y);
     pen.restore();
+    if (name === "loss") drawEvaluations(pen, x, y);
     drawMarks(pen, name, x, height);
     drawCursor(pen, name, x, y, height);
   }
