@@ -215,8 +215,8 @@ def has_apprise() -> bool:
 
 def _try_targets(config: Told | Config) -> list[tuple[str, str | None]]:
     """Send a test to every target of a configuration: what it is, and why it failed, None where it did not."""
-    note = Note("test", "this is a test of higgsfield doctor --notify; nothing happened")
-    message = message_of(config.run.name, config.run.dir, [note])
+    text = "this is a test of higgsfield doctor --notify; nothing happened"
+    message = message_of(config.run.name, f"{config.run.dir}/{config.run.name}", [Note("test", text)]) | {"body": text}
     begun = [send(number, target, message) for number, target in enumerate(config.notify, 1)]
     for each in begun:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -70,7 +70,8 @@ def replay(folder: Path, start: Start, tell: Tell) -> None:
         if why_not is not None:
             tell(Tried(change=trial.change, what=trial.what, said=why_not))
             continue
-        tell(Tried(note=f"steps {plan.begin_step + 1} to {trial.end_step}, {trial.what}"))
+        steps = f"steps {plan.begin_step + 1} to {trial.end_step}, {trial.what}"
+        tell(Tried(note=f"trial {number + 1} of {len(plan.trials)}: {steps}"))
         told = _tried(folder, plan, trial, recorded, again if number else start)
         is_stable = trial.change == "again" and told.cured is True
         tell(told)

@@ -65,7 +65,9 @@ def _progress(row: Row) -> str:
 def _remark(row: Row, now: float) -> str:
     """Whether nobody supervises it; why it waits and until when, or when it will end; where it runs; since when."""
     since, back = f"for {duration(now - row['since'])}", count(row["rollbacks"], "rollback") if row["rollbacks"] else ""
-    parts = [_unattended(row), _waits(row, now), row.get("doing") or "", _ends(row, now), back, _place(row), since]
+    waits, doing = _waits(row, now), row.get("doing") or ""
+    place = "" if waits.startswith("job ") else _place(row)
+    parts = [_unattended(row), waits, doing, _ends(row, now), back, place, since]
     if row["state"] in OVER:
         parts = [back, _short(row["reason"]), f"{duration(now - row['since'])} ago"]
     return _one_line(", ".join(part for part in parts if part))
@@ -106,7 +108,7 @@ def _waits(row: Row, now: float) -> str:
 
 def _expected(job: dict[str, Any], now: float) -> str:
     starts_at = job["starts_at"]
-    if job["state"] != "PENDING":
+    if job["state"] != "PENDING" or job["nodes"]:  # where there is no Slurm
         return ""
     if starts_at is None or not now < starts_at < now + FAR_S:
         return ", Slurm names no start"

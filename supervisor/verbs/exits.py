@@ -1,6 +1,9 @@
 """Exit codes, and the one way to say something or to complain."""
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from typing import Final, TextIO
 
 from supervisor.report.figures import printable
@@ -30,3 +33,13 @@ def complain(text: str) -> None:
 def say(text: str, out: TextIO | None = None) -> None:
     """One line on stdout, at once, whatever is in the names and paths that it quotes."""
     print(printable(text), file=out or sys.stdout, flush=True)
+
+
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Within, SIGTERM is answered as Ctrl-C is: what was begun is put in order."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,11 +1,9 @@
 """Verbs that let a run go on, or end it: run, submit, resume, stop."""
 
 import argparse
-import contextlib
 import getpass
-import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from slurm.job import RequestError
@@ -20,7 +18,7 @@ from supervisor.levers import wait_until_over
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run, open_or_create, refuse_spoilt
 from supervisor.supervise import own_job_name, rate_that_stays, read_state, reopen, supervise, supervise_once
-from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say
+from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say, sigterm_as_ctrl_c
 from supervisor.views import show_milestones
 from worker.contract.config import Config
 from worker.contract.config import read as read_config
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = open_or_create(config)
     _say_what_is_odd(odd)
     try:
-        with _sigterm_as_ctrl_c():
+        with sigterm_as_ctrl_c():
             state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
     except KeyboardInterrupt:
         return _say_that_it_goes_on(run_dir)
@@ -150,7 +148,7 @@ def resume(args: argparse.Namespace) -> int:
     refuse_spoilt(run_dir)
     _warn_of_rate_that_stays(run_dir, read_config(run_dir.config))
     try:
-        with _sigterm_as_ctrl_c():
+        with sigterm_as_ctrl_c():
             state = supervise(run_dir, sys.stdout, is_asked=True)
     except KeyboardInterrupt:
         return _say_that_it_goes_on(run_dir)
@@ -179,16 +177,6 @@ def _say_goodbye(run_dir: RunDir) -> None:
     ):
         if path.exists():
             say(f"  {path.name}")
-
-
-@contextlib.contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Within, SIGTERM is answered as Ctrl-C is: the worker goes on, and that is said."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _say_that_it_goes_on(run_dir: RunDir) -> int:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from supervisor.report.figures import printable
 from supervisor.report.replay_text import Standing, about, advice, as_json, table, was_tried
 from supervisor.runs import RunError
 from supervisor.supervise import read_state
+from supervisor.verbs.exits import sigterm_as_ctrl_c
 from worker.contract import config as contract_config
 from worker.contract.replay import Tried
 from worker.contract.run_dir import RunDir
@@ -32,7 +34,8 @@ def replay(run_dir: RunDir, *, is_here: bool) -> Replayed:
     plan = planned(run_dir, is_alone=is_here)
     print(printable(about(plan.replay)), file=sys.stderr, flush=True)
     lines = replay_here(run_dir, plan, os.environ) if is_here else replay_by_job(run_dir, plan)
-    tried = list(_changes(lines))
+    with sigterm_as_ctrl_c(), closing(lines):  # type: ignore[type-var]
+        tried = list(_changes(lines))
     said = advice(plan.replay, tried, _standing(run_dir))
     return Replayed([*table(tried), said], as_json(tried), was_tried(tried))
 

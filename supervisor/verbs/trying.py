@@ -15,7 +15,7 @@ from supervisor.page_file import page_place, publish_page
 from supervisor.report.figures import printable
 from supervisor.runs import RunError, find_run
 from supervisor.supervise import read_state
-from supervisor.verbs.exits import OK, WRONG_INPUT, complain
+from supervisor.verbs.exits import OK, WRONG_INPUT, complain, sigterm_as_ctrl_c
 from worker.contract.config import read as read_config
 from worker.contract.files import UnusableFileError
 from worker.contract.inference import Piece, Question
@@ -82,7 +82,7 @@ def infer(args: argparse.Namespace) -> int:
 
 def _print_answer(pieces: Iterator[Piece]) -> int:
     """The text on stdout as it comes, everything else on stderr."""
-    with contextlib.closing(pieces):  # type: ignore[type-var]
+    with sigterm_as_ctrl_c(), contextlib.closing(pieces):  # type: ignore[type-var]
         for piece in pieces:
             print(piece.text, end="", flush=True)
             if piece.note is not None:

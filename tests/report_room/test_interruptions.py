@@ -264,6 +264,13 @@ def test_an_end_in_order_names_no_error(tmp_path: Path, name: str) -> None:
 # -- one line a run ----------------------------------------------------------------------------------------------------
 
 
+def test_a_job_that_is_about_to_begin_where_there_is_no_slurm_is_named_once_and_slurm_is_not() -> None:
+    job = {"id": "6429", "state": "PENDING", "why": "", "because": "", "nodes": ["vm"], "starts_at": None}
+    [_, line] = list_lines([standing_row(state="queued", eta=None, job=job)], BEGIN)
+    assert line.count("job 6429") == 1
+    assert "Slurm" not in line
+
+
 def test_a_row_is_one_short_line_and_names_the_job(tmp_path: Path) -> None:
     over = {"eta": None, "job": None, "supervisor": None}
     nodes = standing_row()["job"] | {"nodes": [f"n{number}" for number in range(64)]}

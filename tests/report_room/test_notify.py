@@ -178,7 +178,10 @@ def test_doctor_needs_nothing_of_a_configuration_but_who_is_told(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["doctor", "--notify", str(file)]) == cli.OK
     assert "notify target 1 (command cat) took a test" in capsys.readouterr().out
-    assert told(tmp_path / "heard")[0]["title"] == "r: test"
+    [message] = told(tmp_path / "heard")
+    assert message["title"] == "r: test"
+    assert message["body"] == "this is a test of higgsfield doctor --notify; nothing happened"
+    assert message["dir"].endswith("/r")
     file.write_text("run: {name: r}\nnotify: 3\n")
     assert cli.main(["doctor", "--notify", str(file)]) == cli.WRONG_INPUT
     assert "notify" in capsys.readouterr().err

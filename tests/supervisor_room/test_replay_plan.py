@@ -1,17 +1,22 @@
 """What of a history is replayed: which bad steps, from which checkpoint, with which changes."""
 
-from collections.abc import Callable, Sequence
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+import supervisor.replay
 from supervisor.journal import Continued, Event, RolledBack
 from supervisor.replay import replay_request
 from supervisor.replay_plan import Found, Planned, plan_replay
 from supervisor.report.replay_text import Standing, advice, as_json, table, was_tried
 from supervisor.runs import RunError
+from supervisor.verbs import replaying
 from tests.supervisor_room.stage import config
 from worker.contract.directive import LearningRateRamp, SkippedBatches
 from worker.contract.loss_history import BatchPosition, Record
@@ -256,3 +261,19 @@ def test_the_table_tells_not_finite_from_not_tried(plan: Callable[..., Planned])
         "a tenth of the rate  2.125       yes    nothing until step 49",
     ]
     assert [one["cured"] for one in as_json(told)] == [False, None, True]
+
+
+def test_a_replay_here_that_is_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*_: object) -> Iterator[Tried]:
+        assert list(tmp_path.iterdir())
+        signal.raise_signal(signal.SIGTERM)
+        yield Tried()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(supervisor.replay, "furnish", lambda *_: None)
+    monkeypatch.setattr(supervisor.replay, "told_here", told)
+    monkeypatch.setattr(replaying, "planned", Mock())
+    monkeypatch.setattr(replaying, "about", lambda _: "")
+    with pytest.raises(KeyboardInterrupt):
+        replaying.replay(RunDir(tmp_path / "r"), is_here=True)
+    assert not list(tmp_path.iterdir())
