@@ -85,7 +85,9 @@ def how_to_go_on(found: Sequence[str], folder: str, *, is_saved: bool, is_lowere
     it."""
     resume = f"higgsfield resume {folder}".rstrip()
     if is_saved or any(text.startswith(_MEND) for text in found):
-        return f"{first(found)}, then {resume}"
+        keeps = is_lowered and any("learning_rate" in text for text in found)
+        whole = f"higgsfield rollback {folder or 'RUN'} --to STEP --lr-scale 1 begins at the configured one"
+        return f"{first(found)}, then {resume}{f', at a lowered rate; {whole}' if keeps else ''}"
     config, whole = (f"{folder}/config.yaml", folder) if folder else ("config.yaml in the run's folder", "that folder")
     anew = f"higgsfield rollback {folder or 'RUN'} --to 0 --lr-scale 1, which begins at the configured rate"
     steps = f"edit {config}, then {anew}, then {resume}" if is_lowered else f"edit {config} and {resume}"

@@ -171,6 +171,11 @@ def test_a_run_that_gave_up_names_the_keys_to_change_where_they_are_known(tmp_pa
     assert f"try {tried[0]} go on set that" in told
     assert told.count(tried[0]) == 1
     assert f"then higgsfield resume {stage.run_dir.path}; as it is it may give up again" in told
+    rate = last.diagnosis.model_copy(update={"next": "training.optimizer.learning_rate: 0.1"})
+    assert details_of(last.model_copy(update={"diagnosis": rate}), folder="/runs/r")[-1][1].endswith(
+        "then higgsfield resume /runs/r, at a lowered rate; "
+        "higgsfield rollback /runs/r --to STEP --lr-scale 1 begins at the configured one"
+    )
     nothing = last.model_copy(update={"diagnosis": None})
     assert dict(details_of(nothing))["try"] == "mend what made it give up, then higgsfield resume"
     memory = nothing.model_copy(update={"reason": "out of memory again, without a new healthy checkpoint: ..."})
