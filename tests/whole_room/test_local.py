@@ -174,8 +174,8 @@ def test_another_configuration_of_the_same_name_is_refused(eventful: Eventful) -
 
 
 ROW = {"name", "dir", "state", "step", "max_steps", "loss", "lr_scale", "rollbacks", "attempt", "job", "supervisor"}
-ROW |= {"since", "eta", "still_since", "worker_left", "reason"}
-DETAILS = {"checkpoints", "excluded", "budgets", "events", "try"}
+ROW |= {"since", "eta", "doing", "still_since", "worker_left", "reason"}
+DETAILS = {"checkpoints", "excluded", "budgets", "events", "try", "evaluations"}
 
 
 def test_status_of_all_runs_and_of_one(eventful: Eventful) -> None:
