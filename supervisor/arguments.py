@@ -2,12 +2,13 @@
 
 import argparse
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from supervisor.runs import RunError, all_runs, find_run
 from worker.contract.inference import Weights
+from worker.contract.rehearsal import FaultKind
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -37,7 +38,8 @@ def _config(of_verb: argparse.ArgumentParser) -> None:
 def _config_or_all(of_verb: argparse.ArgumentParser) -> None:
     either = of_verb.add_mutually_exclusive_group(required=True)
     either.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the run's YAML file")
-    either.add_argument("--all", type=Path, metavar="DIR", help="every run under DIR instead, those to come too")
+    all_of = either.add_argument("--all", type=Path, metavar="DIR", help="all runs in DIR instead, those to come too")
+    all_of.completer = _folders  # type: ignore[attr-defined]
     of_verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of CONFIG")
 
 
@@ -62,6 +64,17 @@ def _name_of_run(of_verb: argparse.ArgumentParser, nargs: str | None) -> None:
 def _names_of_runs(parsed_args: argparse.Namespace, **of_argcomplete: Any) -> list[str]:
     """What the shell completes a RUN with."""
     return [run_dir.path.name for run_dir in all_runs(parsed_args.dir)]
+
+
+def _folders(prefix: str, **of_argcomplete: Any) -> Iterable[str]:
+    from argcomplete.completers import DirectoriesCompleter
+
+    return DirectoriesCompleter()(prefix=prefix)
+
+
+def _faults(**of_argcomplete: Any) -> list[str]:
+    """What the shell completes KIND@STEP with: no step is better than another."""
+    return [f"{kind}@" for kind in get_args(FaultKind)]
 
 
 def _steps_of_checkpoints(parsed_args: argparse.Namespace, **of_argcomplete: Any) -> list[str]:
@@ -119,13 +132,14 @@ def _notify(of_verb: argparse.ArgumentParser) -> None:
 
 
 def _rehearse(of_verb: argparse.ArgumentParser) -> None:
-    of_verb.add_argument(
+    fault = of_verb.add_argument(
         "--fault",
         action="append",
         default=[],
         metavar="KIND@STEP",
         help="spike, preempt, kill, hang, torn-save or supervisor; may be given again (default: each, from 40 to 140)",
     )
+    fault.completer = _faults  # type: ignore[attr-defined]
     of_verb.add_argument("--learning-rate", metavar="RATES", help="compare rates instead: 1e-5,2e-5,5e-5")
     of_verb.add_argument("--steps", type=int, metavar="N", help="how long it is (rates: 100)")
 

@@ -119,7 +119,8 @@ def _disk(folder: Path) -> Iterator[CheckedItem]:
     yield _free_space(folder)
     kind = file_system_of(folder)
     is_network = kind is not None and _NETWORK.search(kind) is not None
-    where = "a network file system, which shows changes late" if is_network else "which other nodes do not see"
+    here = "a disk of this machine: a run on several nodes needs one that all of them see"
+    where = "a network file system, which shows changes late" if is_network else here
     yield CheckedItem("file system", True, f"{folder} is on {kind or 'an unknown one'}, {where}")
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-doctor-") as file:

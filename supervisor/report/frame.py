@@ -11,7 +11,7 @@ from supervisor.report.figures import clipped, clipped_list, duration, local_clo
 from supervisor.report.log_text import milestones
 from supervisor.report.page_data import kind_of, last_steps
 from supervisor.report.standing_text import facts_of
-from supervisor.report.texts import is_told, left_at, text_of, word_of
+from supervisor.report.texts import WORD_WIDTH, is_told, left_at, text_of, word_of
 from supervisor.run_state import OVER
 from worker.contract.loss_history import Record
 
@@ -167,4 +167,4 @@ def _marks(events: Sequence[Event], records: Sequence[Record]) -> Iterator[tuple
 
 
 def _event(event: Event) -> str:
-    return f"{local_clock(event.time)}  {word_of(event):<14}{text_of(event)}"
+    return f"{local_clock(event.time)}  {word_of(event):<{WORD_WIDTH}}{text_of(event)}"

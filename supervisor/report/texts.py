@@ -110,7 +110,7 @@ _ROUNDED: Final = ((9.95, 0.1), (600.0, 1.0), (math.inf, 60.0))
 """Up to so many seconds, a duration is told in such units."""
 _MOST_NAMED: Final = 16
 """How many lines or samples of one of them."""
-_WORD_WIDTH: Final = 15
+WORD_WIDTH: Final = 15
 _LABEL_WIDTH: Final = 9
 WIDTH: Final = 110
 """Columns of a log that goes to no terminal."""
@@ -167,7 +167,7 @@ def event_lines(event: Event, listing: Listing) -> list[str]:
 
 def lay_out(event: Event, stamp: str, cost: Interruption | None, width: int, listing: Listing) -> list[str]:
     """An event below each other: ``stamp``, its word, its text, and its labelled details, ``width`` columns wide."""
-    lines = _wrap(f"{stamp}{word_of(event):<{_WORD_WIDTH}}", " " * (len(stamp) + _WORD_WIDTH), text_of(event), width)
+    lines = _wrap(f"{stamp}{word_of(event):<{WORD_WIDTH}}", " " * (len(stamp) + WORD_WIDTH), text_of(event), width)
     for label, text in details_once(event, cost, listing):
         lines += detail_lines(len(stamp), label, text, width)
     return lines

@@ -24,15 +24,18 @@ from supervisor.journal import (
     HangSeen,
     JobSeen,
     ResumeRequested,
+    RollbackRequested,
     RolledBack,
     RunCreated,
     WouldHaveDone,
 )
 from supervisor.report.diagnosis_text import diagnosis_lines
 from supervisor.report.figures import duration, local_clock, local_moment, node_hours, rate_text, share, size
+from supervisor.report.frame import frame
 from supervisor.report.log_text import SinceError, closing_summary, log_lines, milestones, since_time
 from supervisor.report.standing_text import detail_lines, list_lines
 from supervisor.report.texts import (
+    WORD_WIDTH,
     Listing,
     batches_text,
     details_of,
@@ -385,6 +388,8 @@ def test_the_shell_completes_verbs_the_names_of_runs_and_their_checkpoints(tmp_p
     assert set(steps) <= set(words("higgsfield pin --dir 'some runs' r "))
     assert words("higgsfield rollback --dir 'some runs' r --to 9") == [step for step in steps if step[0] == "9"] != []
     assert words("higgsfield rollback --dir 'some runs' nobody --to ") == []
+    assert words("higgsfield rehearse --fault pre") == ["preempt@"]
+    assert words("higgsfield run --all s") == ["some\\", "runs/"]
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -443,3 +448,11 @@ def test_batches_are_told_as_runs() -> None:
 def test_a_healthy_run_says_that_nothing_interrupted_it(tmp_path: Path) -> None:
     story = healthy(tmp_path).story
     assert "Nothing interrupted it." in closing_summary(story.events, story.accounting())
+
+
+def test_every_word_has_room_before_the_text_that_follows() -> None:
+    unset = ("cause", "until", "outcome", "error")
+    events = [kind.model_construct(**dict.fromkeys(unset)) for kind in get_args(Event)]
+    assert max(len(word_of(event)) for event in events if is_told(event)) < WORD_WIDTH
+    picture = frame(standing_row(), [RollbackRequested(by="ana", to=0, reason="ana asked")], [], [], 80, 24, BEGIN)
+    assert any("rollback asked ana asked" in line for line in picture)
