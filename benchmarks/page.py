@@ -19,7 +19,7 @@ PAGE: Final = ROOT / "docs" / "benchmarks.md"
 SCRIPTS: Final = {
     "overhead": "--turns 7",
     "history": "",
-    "checkpoint": "--steps 20 20 20000 --repeats 15",
+    "checkpoint": "--steps 20 20 20000 --repeats 11",
     "saves": "--turns 1 --saves 5 --every 12",
     "relaunch": "--relaunches 3",
     "recovery": "",

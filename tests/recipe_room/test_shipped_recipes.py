@@ -68,7 +68,9 @@ def test_check_is_strict_with_them_and_finds_nothing(
     )
     path = shipped_configs() / f"{name}.yaml"
     result = check(load_config(path, given), str(path), writer_of_keys(path, given), lambda one: look(one, tmp_path))
-    assert (result.errors, result.warnings) == ((), ())
+    assert result.errors == ()
+    meant = ["training.optimizer.learning_rate"] if name == "demo" else []  # the demo's rate is to spike
+    assert [warning.key for warning in result.warnings] == meant
     assert result.memory is not None
     assert result.memory["activations"] > 0
     assert result.data is not None
