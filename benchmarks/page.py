@@ -17,10 +17,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 SCRIPTS: Final = {
-    "overhead": "--turns 7",
+    "overhead": "--turns 5",
     "history": "",
     "checkpoint": "--steps 20 20 20000 --repeats 11",
-    "saves": "--turns 1 --saves 5 --every 12",
+    "saves": "--turns 1 --saves 3 --every 12",
     "relaunch": "--relaunches 3",
     "recovery": "",
     "supervisor": "",
