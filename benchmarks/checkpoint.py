@@ -170,6 +170,7 @@ class Case:
 
 def begin_timing() -> float:
     """Now, with nobody's earlier writes or garbage to be waited for."""
+    gc.unfreeze()  # the last turn's trainer is garbage by now, and what is frozen is never let go
     gc.collect()
     gc.freeze()
     os.sync()

@@ -117,9 +117,9 @@ def no_grace(site: Site) -> None:
     house.waits_for(StartMoved)
     house.until(lambda: len(first_steps(house)) == 2)
     begun = first_steps(house)[1]
-    assert begun in (21, 41)
-    lost = [record.step for record in house.records if record.restart == 0 and record.step >= begun]
-    assert lost
+    made = [record.step for record in house.records if record.restart == 0]
+    assert begun == (made[-1] - 1) // 20 * 20 + 1
+    lost = [step for step in made if step >= begun]
     log = " ".join(house.higgsfield("log", "tiny").stdout.split())
     assert f"{len(lost)} step" in log, log
     ends_whole(house)
@@ -258,29 +258,30 @@ def reserved(site: Site) -> None:
 
 
 def time_limit(site: Site) -> None:
-    """A run longer than three limits of a minute passes through all of them, told early enough to save."""
-    settings = {"time_limit": "00:01:00"}
+    """A run longer than three limits passes through all of them, told early enough to save."""
+    settings = {"time_limit": "00:02:00"}  # Slurm may tell it 70 seconds ahead: of one minute a slow start leaves none
     house = site.house(
         variables=SLOW | {SAVE_S: "0.2"},
         cluster=settings,
         recovery={"max_submissions_per_hour": 20},
-        training={"max_steps": 900},
+        training={"max_steps": 1200},
     )
     site.start(house)
+    house.waits_for(Submitted, 3)
     ends_whole(house)
     assert set(causes(house)[1:]) == {"time_limit"}
-    assert len(jobs_of(house)) >= 3
-    assert [record.step for record in house.records] == list(range(1, 901))
+    assert [record.step for record in house.records] == list(range(1, 1201))
 
 
 def over_time_limit(site: Site) -> None:
     """Where jobs may run past their limit the worker still leaves ahead of it, and the run goes on."""
-    settings = {"time_limit": "00:01:00"}
-    house = site.start(site.house(variables=SLOW, cluster=settings, training={"max_steps": 450}))
+    settings = {"time_limit": "00:02:00"}
+    house = site.start(site.house(variables=SLOW, cluster=settings, training={"max_steps": 500}))
+    house.waits_for(Submitted, 2)
     ends_whole(house)
     assert causes(house)[:2] == ["first", "time_limit"]
     assert {event.state for event in house.those(JobSeen)} <= {"PENDING", "RUNNING", "COMPLETING", "COMPLETED"}
-    assert [record.step for record in house.records] == list(range(1, 451))
+    assert [record.step for record in house.records] == list(range(1, 501))
 
 
 def failed_launch(site: Site) -> None:
@@ -322,7 +323,7 @@ def agent_killed(site: Site) -> None:
     send(parent_of(trainer), KILL)
     house.until(lambda: len(first_steps(house)) == 2)
     last = max(record.step for record in house.records if record.attempt == 1)
-    assert first_steps(house) == [1, last // 20 * 20 + 1]
+    assert first_steps(house) in ([1, last // 20 * 20 + 1], [1, (last - 1) // 20 * 20 + 1])
     ends_whole(house)
     assert (causes(house), len(jobs_of(house))) == (["first", "vanished"], 2)
 
@@ -366,29 +367,29 @@ def cancelled(site: Site) -> None:
 
 
 SCENARIOS: dict[Scenario, int] = {
+    alone: 1,
+    time_limit: 1,
+    over_time_limit: 1,
+    batch_node_lost: 3,
+    other_node_lost: 3,
+    node_lost: 2,
+    drained: 2,
+    maintenance: 1,
     preempted: 1,
     exact: 2,
     stays_until_killed: 1,
     cancel_mode: 1,
     no_grace: 1,
     half_rate: 1,
-    alone: 1,
-    node_lost: 2,
-    batch_node_lost: 3,
-    other_node_lost: 3,
-    drained: 2,
-    maintenance: 1,
-    reserved: 1,
-    time_limit: 1,
-    over_time_limit: 1,
     failed_launch: 1,
     failed_launch_twice: 1,
     agent_killed: 1,
     fallback: 2,
+    reserved: 1,
     impossible: 1,
     cancelled: 1,
 }
-"""With the number of nodes that each needs."""
+"""With the number of nodes that each needs, the longest first."""
 CONF = {
     "preempted": "PreemptMode=REQUEUE GraceTime=60",
     "over_time_limit": "OverTimeLimit=1",
@@ -399,14 +400,14 @@ CONF = {
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
-    """All scenarios of this session, begun at once."""
+    """All scenarios of this session, begun in their order."""
     need(missing_packages(accounting=True))
     wanted = {item.callspec.params["scenario"] for item in request.session.items if item.module is request.module}  # type: ignore[attr-defined]
     folder = tmp_path_factory.mktemp("survival")
     sizes = {each.__name__: size for each, size in SCENARIOS.items() if each in wanted}
     with survival_cluster(folder, sizes, CONF) as (cluster, nodes):
         sites = {name: Site(cluster, name, nodes[name], folder / name) for name in sizes}
-        running = Together({each.__name__: each for each in wanted}, sites)
+        running = Together({each.__name__: each for each in SCENARIOS if each in wanted}, sites)
         try:
             yield running
         finally:
