@@ -1,6 +1,7 @@
 """What the run's job calls for: submit, follow, start, cancel, go on after its end.  Pure."""
 
 import math
+import signal
 from typing import Final
 
 from slurm.job import JobState
@@ -23,6 +24,7 @@ _SUBMIT_RETRY_S: Final = 60.0
 _UNANSWERED_RETRY_S: Final = 10.0
 """After one without an answer: its job is looked for first, and may be there already."""
 _MAX_FAILED_SUBMISSIONS: Final = 5
+_ENDED_BY_THE_WARNING: Final = 128 + signal.SIGUSR2
 
 
 def waits_after_requeue(recovery: RecoveryConfig) -> bool:
@@ -149,4 +151,6 @@ def _cause_of_end(run: RunState, seen: Observation) -> tuple[Cause, str]:
         return _CAUSE_OF_STATE[state], f"Slurm says {state.value}"
     if run.left is not None:
         return "crash", run.left.reason
+    if seen.job is not None and seen.job.exit_code == _ENDED_BY_THE_WARNING:
+        return "time_limit", "the warning of its time limit came before its worker could answer, and ended the job"
     return "vanished", f"job {run.job_id} is over and left no report"

@@ -84,6 +84,17 @@ def test_a_job_that_is_over_is_followed_by_another_from_the_newest_checkpoint(
     assert stage.submissions == 2
 
 
+@pytest.mark.parametrize(("exit_code", "cause"), [(140, "time_limit"), (143, "vanished"), (None, "vanished")])
+def test_a_job_that_was_ended_by_the_warning_of_its_limit_met_its_limit(
+    stage: Stage, exit_code: int | None, cause: str
+) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.scheduler.set_state(stage.job_id, JobState.FAILED, exit_code=exit_code)
+    stage.settle()
+    assert [event.cause for event in stage.events if isinstance(event, Continued)] == ["first", cause]
+
+
 @pytest.mark.parametrize("state", [JobState.NODE_FAIL, JobState.PREEMPTED])
 def test_a_job_that_may_come_back_is_given_time(stage: Stage, state: JobState) -> None:
     stage.settle()

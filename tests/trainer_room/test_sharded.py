@@ -52,7 +52,7 @@ def test_a_sharded_run_that_was_killed_ends_bitwise_the_same_and_as_the_plain_on
     assert not {"model.safetensors", "optimizer.pt"} & complete_manifest(folder).files.keys()
 
     disturbed.start(world=2, fsdp_on_cpu=True, die_at=[10, "update", signal.SIGKILL, 1])
-    assert disturbed.processes[1].wait() == -signal.SIGKILL
+    assert disturbed.processes[1].wait() == -signal.SIGKILL, disturbed.processes[1].said()
     disturbed.is_killed()
     disturbed.finish(restart=1, world=2, fsdp_on_cpu=True)
     start = disturbed.history()[8].start

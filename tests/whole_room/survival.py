@@ -19,7 +19,7 @@ from worker.contract.loss_history import Record, surviving
 ROOT = Path(__file__).parents[2]
 MAY_END = "may-end"
 """In a run's house: its scenario is through with its faults."""
-AT_ONCE = 8
+AT_ONCE = 12
 """Scenarios: all of them at once would take half a minute to import anything."""
 
 
