@@ -47,11 +47,13 @@ class Ema:
     def _placed(self, one: torch.Tensor) -> torch.Tensor:
         return one.cpu() if self._rules.device == "cpu" else one
 
-    @torch.no_grad()
     def update(self, model: torch.nn.Module, step: int) -> None:
         """Take the weights in when ``step``, the number of finished steps, is a multiple of ``every``."""
-        if step % self._rules.every:
-            return
+        if step % self._rules.every == 0:
+            self._take_in(model)
+
+    @torch.no_grad()
+    def _take_in(self, model: torch.nn.Module) -> None:
         average, weights, share = list(self._average.values()), self._weights_of(model), 1.0 - self.next_decay()
         if self._is_lent:
             for one, weight, place in zip(average, weights, self._spare, strict=True):

@@ -206,7 +206,7 @@ def test_two_ranks_resume_bitwise_and_too_little_memory_is_a_plain_save(make_rig
     plain.finish(world=2, free_bytes=10)
     assert not [one for one in plain.history() if one.write_s is not None]
     killed.start(world=2, die_at=[11, "update", signal.SIGKILL, 1])
-    assert killed.processes[1].wait() == -signal.SIGKILL
+    assert killed.processes[1].wait() == -signal.SIGKILL, killed.processes[1].said()
     killed.is_killed()
     killed.finish(restart=1, world=2)
     same_end(plain, killed)

@@ -88,7 +88,7 @@ def test_adapters_on_two_ranks_resume_bitwise(adapted: Callable[..., Rig]) -> No
     undisturbed, disturbed = adapted("undisturbed"), adapted("disturbed")
     undisturbed.finish(world=2)
     disturbed.start(world=2, die_at=[6, "update", signal.SIGKILL, 1])
-    assert disturbed.processes[1].wait() == -signal.SIGKILL
+    assert disturbed.processes[1].wait() == -signal.SIGKILL, disturbed.processes[1].said()
     disturbed.is_killed()
     disturbed.finish(restart=1, world=2)
     start = disturbed.history()[4].start
@@ -127,7 +127,7 @@ def test_adapters_of_a_sharded_base_in_half_precision_resume_bitwise(adapted: Ca
     undisturbed, disturbed = (adapted(name, model, fsdp) for name in ("undisturbed", "disturbed"))
     undisturbed.finish(world=2, fsdp_on_cpu=True)
     disturbed.start(world=2, fsdp_on_cpu=True, die_at=[6, "update", signal.SIGKILL, 1])
-    assert disturbed.processes[1].wait() == -signal.SIGKILL
+    assert disturbed.processes[1].wait() == -signal.SIGKILL, disturbed.processes[1].said()
     disturbed.is_killed()
     disturbed.finish(restart=1, world=2, fsdp_on_cpu=True)
     start = disturbed.history()[4].start

@@ -81,11 +81,11 @@ def test_a_run_without_them_is_the_run_whose_data_never_held_them(
     never.finish(world=world)
 
     skipping.start(world=world, die_at=[7, "end", signal.SIGKILL, 0])
-    assert skipping.processes[0].wait() == -signal.SIGKILL
+    assert skipping.processes[0].wait() == -signal.SIGKILL, skipping.processes[0].said()
     skipping.is_killed()
     skipping.direct(2, resume_from="checkpoint-4", skip_batches=skip(0, 2, 4))
     skipping.start(2, world=world, die_at=[9, "end", signal.SIGKILL, 0])
-    assert skipping.processes[-world].wait() == -signal.SIGKILL
+    assert skipping.processes[-world].wait() == -signal.SIGKILL, skipping.processes[-world].said()
     skipping.is_killed()
     skipping.finish(attempt=2, restart=1, world=world)
 
@@ -120,7 +120,7 @@ def test_an_epochs_tail_is_filled_from_its_head_and_an_interruption_changes_noth
     ]
     disturbed.finish(21, die_at=[9, "begin", signal.SIGTERM, 0])
     disturbed.start(restart=1, die_at=[11, "end", signal.SIGKILL, 0])
-    assert disturbed.processes[-1].wait() == -signal.SIGKILL
+    assert disturbed.processes[-1].wait() == -signal.SIGKILL, disturbed.processes[-1].said()
     disturbed.finish(restart=2)
     assert positions(disturbed) == positions(undisturbed)
     same_end(undisturbed, disturbed)

@@ -94,7 +94,7 @@ def test_one_of_two_ranks_is_killed(make_rig: Callable[..., Rig], rank: int) -> 
     undisturbed, rig = make_rig("undisturbed"), make_rig()
     undisturbed.finish(world=2)
     rig.start(world=2, die_at=[6, "update", signal.SIGKILL, rank])
-    assert rig.processes[rank].wait() == -signal.SIGKILL
+    assert rig.processes[rank].wait() == -signal.SIGKILL, rig.processes[rank].said()
     assert rig.processes[1 - rank].wait() == 1, "the other rank notices and leaves by itself"
     error = rig.error(rank=1 - rank).error
     assert error is not None
@@ -108,8 +108,8 @@ def test_one_of_two_ranks_is_killed_where_both_would_save(make_rig: Callable[...
     undisturbed, rig = make_rig("undisturbed"), make_rig()
     undisturbed.finish(world=2)
     rig.start(world=2, die_at=[8, "save", signal.SIGKILL, rank])
-    assert rig.processes[rank].wait() == -signal.SIGKILL
-    assert rig.processes[1 - rank].wait() == 1
+    assert rig.processes[rank].wait() == -signal.SIGKILL, rig.processes[rank].said()
+    assert rig.processes[1 - rank].wait() == 1, rig.processes[1 - rank].said()
     assert [one.step for one in complete_checkpoints(rig.run)] == [4]
     rig.finish(restart=1, world=2)
     assert list(rig.run.staging.iterdir()) == []
