@@ -35,21 +35,24 @@ class Ema:
     def __init__(self, model: torch.nn.Module, rules: EmaConfig) -> None:
         if any(hasattr(one, "ds_id") for one in model.parameters()):
             raise EmaError("ema: DeepSpeed ZeRO-3 keeps the weights where no average can be made; set ema: null")
-        self._rules = rules
+        self._every, self._decay, self._is_on_cpu = rules.every, rules.decay**rules.every, rules.device == "cpu"
         self.num_updates = 0
         self._like = dict(trained(model))
         is_spread = any(own_part(one) is not one for one in self._like.values())
         self._lasting = None if is_spread else model
+        is_as_averaged = all(one.dtype is torch.float32 for one in self._like.values()) and not self._is_on_cpu
+        self._as_averaged = list(self._like.values()) if is_as_averaged and not is_spread else None
+        """The parameters themselves, where nothing need be done to them before they are taken in."""
         self._average = {name: self._placed(own_part(one.detach()).float().clone()) for name, one in trained(model)}
         self._spare = list[torch.Tensor]()
         self._is_lent = False
 
     def _placed(self, one: torch.Tensor) -> torch.Tensor:
-        return one.cpu() if self._rules.device == "cpu" else one
+        return one.cpu() if self._is_on_cpu else one
 
     def update(self, model: torch.nn.Module, step: int) -> None:
         """Take the weights in when ``step``, the number of finished steps, is a multiple of ``every``."""
-        if step % self._rules.every == 0:
+        if step % self._every == 0:
             self._take_in(model)
 
     @torch.no_grad()
@@ -65,9 +68,9 @@ class Ema:
         self.num_updates += 1
 
     def _weights_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        """The weights as the average has them: the parameters themselves where they are whole, in float32, and here."""
-        if model is self._lasting and self._rules.device == "same":
-            return [one if one.dtype is torch.float32 else one.float() for one in self._like.values()]
+        """The weights as the average has them: whole or a part, in float32, and on its device."""
+        if model is self._lasting and self._as_averaged is not None:
+            return list(self._as_averaged)
         return [self._placed(own_part(one)).float() for one in self._now(model)]
 
     def _now(self, model: torch.nn.Module) -> Iterable[torch.Tensor]:
@@ -77,7 +80,7 @@ class Ema:
     def next_decay(self) -> float:
         """The decay of the next update: small at first, or the initial weights would outlive a short run."""
         updates = self.num_updates
-        return float(min(self._rules.decay**self._rules.every, (1 + updates) / (10 + updates)))
+        return float(min(self._decay, (1 + updates) / (10 + updates)))
 
     @contextmanager
     def swapped_into(self, model: torch.nn.Module) -> Iterator[None]:
