@@ -17,14 +17,14 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 SCRIPTS: Final = {
-    "overhead": "--turns 5",
+    "overhead": "--turns 3",
     "history": "",
-    "checkpoint": "--steps 20 20 20000 --repeats 11",
+    "checkpoint": "--steps 20 20000 --repeats 21",
     "saves": "--turns 1 --saves 3 --every 12",
     "relaunch": "--relaunches 3",
     "recovery": "",
     "supervisor": "",
-    "goodput": "--seeds 1",
+    "goodput": "--seeds 3",
     "detectors": "",
 }
 """In this order, with these arguments."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-LOCAL_PASS_S: Final = 0.3
+LOCAL_PASS_S: Final = 0.25
 REMOTE_PASS_S: Final = 2.0
 _NETWORK_FILESYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "fuse.ceph", "fuse.sshfs", "9p", "afs"}
@@ -15,7 +15,7 @@ _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 def seconds_between_passes(folder: Path, mounts: Path = _MOUNTS) -> float:
-    """How often to look at a run's files: 0.3 s on a local disk, 2 s on one that other hosts share."""
+    """How often to look at a run's files: 0.25 s on a local disk, 2 s on one that other hosts share."""
     return REMOTE_PASS_S if _is_shared(folder, mounts) else LOCAL_PASS_S
 
 

@@ -35,7 +35,7 @@ from worker.contract import config as contract_config
 from worker.contract.files import UnusableFileError
 from worker.contract.run_dir import RunDir
 
-TURN_S: Final = 0.5
+TURN_S: Final = 1.0
 """The longest pause between two passes, where passes are quick and the disk is local."""
 AGAIN_AFTER_S: Final = 60.0
 """When a run that was put aside is tried again, changed or not."""
@@ -58,7 +58,7 @@ def supervise_all(runs: Path, out: TextIO, is_told_to_leave: Callable[[], bool])
             fleet.take_up()
             has_more = fleet.tend()
             taken_s, cpu_s = time.monotonic() - begun, time.process_time() - worked
-            time.sleep(least_s if has_more else _pause_s(taken_s, cpu_s, least_s))
+            time.sleep(least_s if has_more else pause_s(taken_s, cpu_s, least_s))
     finally:
         fleet.leave()
         own.give_up()
@@ -98,7 +98,7 @@ def _folder(runs: Path) -> RunDir:
     return RunDir(runs.resolve())
 
 
-def _pause_s(pass_s: float, cpu_s: float, least_s: float) -> float:
+def pause_s(pass_s: float, cpu_s: float, least_s: float) -> float:
     """A tenth of a core at most goes into passes, as far as what happens is still seen within two seconds.
 
     What changes just after its turn waits for the rest of this pass, the pause, and as much of the next one.

@@ -12,7 +12,7 @@ import pytest
 
 from slurm.job import JobState
 from supervisor import fleet, sparing
-from supervisor.fleet import Fleet
+from supervisor.fleet import Fleet, pause_s
 from supervisor.journal import ResumeRequested, read_journal
 from supervisor.lease import Lease, LeaseFile, read_holder, take_lease
 from supervisor.runs import open_or_create
@@ -122,6 +122,16 @@ def test_a_quiet_fleet_asks_twice_a_minute(stage: Stage) -> None:
     stage.passes(240)
     assert len(stage.scheduler.calls) - before <= 20  # in 10 minutes
     assert {name for name, _ in stage.scheduler.calls[before:]} == {"look", "nodes"}
+
+
+@pytest.mark.parametrize(
+    ("pass_s", "cpu_s", "wanted"),
+    [(0.001, 0.001, 0.3), (0.06, 0.05, 0.5), (0.2, 0.17, 1.0), (0.8, 0.3, 0.4), (3, 1, 0.3)],
+)
+def test_a_large_fleet_rests_longer_and_what_happens_is_still_seen_in_time(
+    pass_s: float, cpu_s: float, wanted: float
+) -> None:
+    assert pause_s(pass_s, cpu_s, least_s=0.3) == pytest.approx(wanted)
 
 
 def test_a_job_that_waits_long_is_asked_about_seldom(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
