@@ -137,6 +137,8 @@ class StepsCallback(TrainerCallback):
         self._unread: list[Measured] = []
         self._asked = Ask.NOTHING
         self._peaks: Sequence[float] | None = None
+        self._scale: float | None = None
+        """The fp16 scaler's after the last step that was read."""
         self._is_evaluated = False
         """Whether an evaluation follows this step."""
         self._held: dict[str, Any] | None = None
@@ -178,6 +180,7 @@ class StepsCallback(TrainerCallback):
         if state.global_step >= state.max_steps:
             raise AlreadyTrainedError
         self._tap.begin()
+        self._scale = self._tap.scale()
         attached.heart.beat("compiling", state.global_step)
         if evaluation_is_missing(args, state):
             attached.trainer.evaluate()
@@ -238,7 +241,10 @@ class StepsCallback(TrainerCallback):
         losses = [row[0] for row in rows]
         loss = sum(losses) / len(losses)
         grad_norm = rows[0][1] if measured.knows_norm else None
-        said = self._attached.detector.judge(measured.step, loss, grad_norm, scaler_skipped=measured.scaler_skipped)
+        scale_before, self._scale = self._scale, rows[0][5] if measured.knows_scale else None
+        said = self._attached.detector.judge(
+            measured.step, loss, grad_norm, scaler_skipped=_fell(scale_before, self._scale)
+        )
         said = worse(said, agreed_alarm(measured, rows))
         is_acted = said.verdict in ACTED
         is_observed = is_acted and self._attached.context.config.recovery.mode == "observe"
@@ -260,7 +266,7 @@ class StepsCallback(TrainerCallback):
             time=time.time(),
             epoch=measured.epoch,
             lr=measured.rate,
-            loss_scale=measured.loss_scale,
+            loss_scale=self._scale,
             peak_memory_bytes=peak_memory_bytes() if self._is_on_gpu else None,
             tokens_per_s=measured.tokens_per_s,
             step_s=measured.step_s,
@@ -372,6 +378,14 @@ def nonfinite_ranks(rows: Sequence[Sequence[float]], knows_norm: bool) -> tuple[
     found = tuple(rank for rank, row in enumerate(rows) if not (math.isfinite(row[0]) and math.isfinite(row[3])))
     is_alone = len(rows) == 1 and knows_norm and not math.isfinite(rows[0][1])
     return (0,) if is_alone else found or None
+
+
+def _fell(before: float | None, now: float | None) -> bool:
+    """Whether the scaler skipped the step between: it lowers its scale then, and at no other time.
+
+    What accelerate says of it is wrong for fused optimizers, whose ``step`` is called all the same.
+    """
+    return before is not None and now is not None and now < before
 
 
 def _ignoring_signals(original: Any, *args: Any, **kwargs: Any) -> Any:

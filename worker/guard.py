@@ -26,8 +26,8 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 def withhold(optimizer: Optimizer, grad_norm: torch.Tensor | float) -> None:
     """Make the coming ``optimizer.step()`` change nothing if the norm is not finite: neither weights nor moments.
 
-    A fused optimizer is told on its device and nobody waits for the answer; from any other the gradients are taken.
-    Where the norm is at hand, a fused one that has nothing to withhold is not asked to look.
+    A fused optimizer is told on its device and nobody waits for the answer; any other has its gradients taken, and for
+    that the device is waited for. Where the norm is at hand, a fused one with nothing to withhold is not asked to look.
     """
     inner, norm = innermost(optimizer), _whole(grad_norm)
     if isinstance(norm, torch.Tensor) and _takes_found_inf(inner):

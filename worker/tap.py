@@ -52,15 +52,14 @@ class Here:
 
 
 class Measured(NamedTuple):
-    """One finished step. ``rows`` holds every rank's loss, gradient norm, ask, own largest gradient and alarm."""
+    """One finished step. ``rows`` has, of every rank: loss, norm, ask, own largest gradient, alarm, fp16 scale."""
 
     step: int
     epoch: float
     rows: Later | Here
     rate: float
     knows_norm: bool
-    scaler_skipped: bool
-    loss_scale: float | None
+    knows_scale: bool
     step_s: float
     data_wait_s: float
     tokens_per_s: float
@@ -81,7 +80,6 @@ class StepTap:
         self._norm: torch.Tensor | float | None = None
         self._own_gradient = OwnGradient()
         self._rate = 0.0
-        self._scale: float | None = None
         self._tokens = 0
         self._device, self._num_ranks = trainer.args.device, world.world_size()
         self._began = self._got_data = time.monotonic()
@@ -92,7 +90,6 @@ class StepTap:
     def begin(self) -> None:
         """The Trainer is about to train the model that it has wrapped."""
         self._own_gradient.watch(self._trainer.model_wrapped)
-        self._scale = self._scale_now()
 
     def _add_loss(self, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = original(*args, **kwargs)
@@ -128,15 +125,13 @@ class StepTap:
     def take(self, state: TrainerState, ask: Ask, alarm: Judgement) -> Measured:
         """The step that just ended; the next one is measured from here."""
         seconds = time.monotonic() - self._began
-        scale_before, self._scale = self._scale, self._scale_now()
         measured = Measured(
             step=state.global_step,
             epoch=float(state.epoch or 0.0),
             rows=_rows(self._row(ask, alarm), self._device, self._num_ranks),
             rate=self._rate,
             knows_norm=self._norm is not None,
-            scaler_skipped=_fell(scale_before, self._scale),
-            loss_scale=self._scale,
+            knows_scale=self._scaler is not None,
             step_s=seconds,
             data_wait_s=self._got_data - self._began,
             tokens_per_s=self._tokens * self._num_ranks / max(seconds, 1e-9),
@@ -145,14 +140,15 @@ class StepTap:
         self._loss = self._norm = None
         return measured
 
-    def _scale_now(self) -> float | None:
-        """The fp16 scaler's scale; None where there is none."""
+    def scale(self) -> float | None:
+        """The fp16 scaler's scale, for which a device is waited for; None where there is none."""
         return None if self._scaler is None else float(self._scaler.get_scale())
 
     def _row(self, ask: Ask, alarm: Judgement) -> tuple[Number, ...]:
         own_gradient = self._own_gradient.take()
         gravity = float(GRAVITY.index(alarm.verdict))
-        return self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient, gravity
+        scale = None if self._scaler is None else self._scaler.scale(_filled(1.0, self._device))  # one scaled is it
+        return self._loss, self._norm, float(ask), 0.0 if own_gradient is None else own_gradient, gravity, scale
 
 
 def _rows(row: Sequence[Number], device: torch.device, num_ranks: int) -> Later | Here:
@@ -167,14 +163,6 @@ def _single(number: Number) -> float:
     if isinstance(number, torch.Tensor):
         return (number if number.dtype is torch.float32 else number.detach().float()).item()
     return math.nan if number is None else number
-
-
-def _fell(before: float | None, now: float | None) -> bool:
-    """Whether the scaler skipped the step between: it lowers its scale then, and at no other time.
-
-    What accelerate says of it is wrong for fused optimizers, whose ``step`` is called all the same.
-    """
-    return before is not None and now is not None and now < before
 
 
 def _on_device(number: Number, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,8 @@ from worker.attach import nonfinite_ranks
 from worker.contract.loss_history import Record
 from worker.contract.manifest import complete_manifest
 from worker.guard import why_unguarded, withhold
+from worker.interrupts import Ask
+from worker.judgement import OK
 from worker.optimizers import schedule_factor
 from worker.resume import optimizer_steps
 from worker.tap import StepTap
@@ -97,6 +99,23 @@ def test_under_fp16_the_scaler_decides_alone(scaler: Any) -> None:
     trainer._get_grad_norm(None)
     tap.before_update()
     assert (weight.grad is None) is (scaler is None)
+
+
+def test_the_fp16_scale_of_a_step_is_read_with_its_other_numbers() -> None:
+    """To ask the scaler for a number would wait for a device in every step."""
+    scaler = SimpleNamespace(scale=lambda one: 8.0 * one)
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cpu")),
+        optimizer=None,
+        accelerator=SimpleNamespace(scaler=scaler),
+        training_step=None,
+        _get_grad_norm=None,
+        get_batch_samples=None,
+    )
+    state: Any = SimpleNamespace(global_step=1, epoch=0.5)
+    measured = StepTap(trainer).take(state, Ask.NOTHING, OK)
+    assert measured.knows_scale
+    assert measured.rows.read()[0][5] == 8.0
 
 
 def test_where_updates_cannot_be_withheld_it_is_said() -> None:
