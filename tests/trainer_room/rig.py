@@ -11,13 +11,15 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from tests.waiting import eventually
+from worker.checkpoints import DETECTOR, digest_of
 from worker.child import Child
 from worker.contract.claim import Claim, take_claim
 from worker.contract.config import Config
 from worker.contract.directive import Directive, publish_directive
 from worker.contract.exit_report import TrainerError
-from worker.contract.files import publish, read_message
+from worker.contract.files import publish, publish_message, read_message
 from worker.contract.loss_history import Record, read_history, surviving
+from worker.contract.manifest import MANIFEST, FileEntry, Manifest
 from worker.contract.run_dir import RunDir
 from worker.start import Start
 from worker.zygote import Zygote
@@ -180,12 +182,24 @@ class Rig:
 
 
 def same_end(one: Rig, other: Rig) -> None:
-    """Weights, average, per-step and evaluation losses are the same to the bit."""
-    assert one.losses() == other.losses()
+    """Weights, average, detector, per-step and evaluation losses are the same to the bit."""
+    for name in ("loss", "level", "loss_scale"):
+        assert per_step(one, name) == per_step(other, name)
+    assert detector_state(one) == detector_state(other)
     for name in ("eval_loss", "ema_eval_loss"):
         assert evaluations(one, name) == evaluations(other, name)
     assert weights(one.run.final) == weights(other.run.final)
     assert weights(one.run.final / "ema") == weights(other.run.final / "ema")
+
+
+def per_step(rig: Rig, name: str) -> list[Any]:
+    """A field of each surviving record."""
+    return [getattr(record, name) for record in rig.history()]
+
+
+def detector_state(rig: Rig) -> bytes:
+    """The detector's state in the last checkpoint, as its bytes."""
+    return (rig.run.checkpoint(max(rig.run.checkpoint_steps())) / DETECTOR).read_bytes()
 
 
 def evaluations(rig: Rig, name: str) -> dict[int, float]:
@@ -196,6 +210,17 @@ def evaluations(rig: Rig, name: str) -> dict[int, float]:
 def weights(folder: Path) -> dict[str, bytes]:
     """Every tensor's bytes."""
     return {name: tensor.tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def sign_again(folder: Path) -> None:
+    """Make the manifest agree with files that were changed."""
+    fields: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    fields["files"] = {
+        name: FileEntry(bytes=(folder / name).stat().st_size, xxh128=digest_of(folder / name))
+        for name in fields["files"]
+        if (folder / name).exists()
+    }
+    publish_message(folder / MANIFEST, Manifest.model_validate(fields))
 
 
 def write_text(path: Path, num_bytes: int) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.trainer_room.rig import TINY, Rig, same_end, weights
-from worker.checkpoints import digest_of
-from worker.contract.files import publish_message
-from worker.contract.manifest import MANIFEST, Manifest, complete_manifest
+from tests.trainer_room.rig import TINY, Launcher, Rig, same_end, sign_again, tiny_config, weights
+from worker.checkpoints import PROOF, Proof
+from worker.contract import config as configuration
+from worker.contract.files import publish_message, read_message
+from worker.contract.manifest import complete_manifest
+from worker.contract.run_dir import RunDir
 from worker.fits import refuse_other_model
 from worker.leaving import RefusedError
 from worker.optimizers import schedule_factor
@@ -155,29 +158,74 @@ def test_a_named_checkpoint_is_never_replaced_by_a_fresh_start(make_rig: Callabl
     assert len(rig.history()) == 5
 
 
-def test_weights_that_are_not_those_of_the_probe_are_refused(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig()
-    rig.start(pause_at=[9])
-    rig.pauses(9)
-    rig.is_killed()
-    folder = rig.run.checkpoint(8)
-    stale = (rig.run.checkpoint(4) / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(stale)
-    _sign_again(folder)
+@pytest.fixture(scope="module")
+def killed(launcher: Launcher, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was killed after step 9, with the checkpoints 4 and 8: to be copied."""
+    rig = Rig(RunDir(tmp_path_factory.mktemp("killed")), tiny_config(text), launcher)
+    configuration.write(rig.run.config, rig.config)
+    rig.start(die_at=[9, "end", signal.SIGKILL, 0])
+    rig.ends(-signal.SIGKILL)
+    return rig.run.path
+
+
+def _refused_by_proof(rig: Rig) -> tuple[str | None, str | None, str | None]:
+    """Start again; what was not as the checkpoint says, what was expected of it and what was found."""
+    before = rig.run.history.read_bytes()
     rig.finish(23, restart=1)
     error = rig.error(restart=1).error
     assert error is not None
-    assert (error.type, error.what) == ("ProofError", "probe loss")
-    assert error.expected != error.found
-    assert len(rig.history()) == 9
+    assert error.type == "ProofError"
+    assert rig.run.history.read_bytes() == before
+    return error.what, error.expected, error.found
 
 
-def _sign_again(folder: Path) -> None:
-    """Make the manifest agree with files that were changed."""
-    fields: dict[str, Any] = complete_manifest(folder).model_dump()
-    for name, entry in fields["files"].items():
-        entry["xxh128"] = digest_of(folder / name)
-    publish_message(folder / MANIFEST, Manifest.model_validate(fields))
+def _told_of(rig: Rig, step: int) -> dict[str, object]:
+    """What a resume from this checkpoint has to find, by the name that it is refused by."""
+    folder, schedule = rig.run.checkpoint(step), rig.config.training.schedule
+    manifest, proof = complete_manifest(folder), read_message(folder / PROOF, Proof)
+    assert proof is not None
+    return {
+        "step": step,
+        "learning rate": 1e-2 * schedule_factor(schedule, step, 12),
+        "optimizer step count": manifest.optimizer_steps,
+        "probe loss": manifest.probe_loss,
+        "EMA": proof.ema_digest,
+        "random states": proof.rng_digests[0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("stale", "what"),
+    [
+        ("trainer_state.json", "step"),
+        ("scheduler.pt", "learning rate"),
+        ("optimizer.pt", "optimizer step count"),
+        ("model.safetensors", "probe loss"),
+        ("ema.safetensors", "EMA"),
+        ("rng_state.pth", "random states"),
+    ],
+)
+def test_a_file_of_an_older_checkpoint_is_refused(
+    make_rig: Callable[..., Rig], killed: Path, stale: str, what: str
+) -> None:
+    rig = make_rig()
+    shutil.copytree(killed, rig.run.path, dirs_exist_ok=True)
+    expected, found = _told_of(rig, 8)[what], _told_of(rig, 4)[what]
+    shutil.copy(rig.run.checkpoint(4) / stale, rig.run.checkpoint(8) / stale)
+    sign_again(rig.run.checkpoint(8))
+    assert expected != found
+    assert _refused_by_proof(rig) == (what, str(expected), str(found))
+
+
+def test_other_next_samples_are_refused(make_rig: Callable[..., Rig], killed: Path) -> None:
+    rig = make_rig()
+    shutil.copytree(killed, rig.run.path, dirs_exist_ok=True)
+    proof = read_message(rig.run.checkpoint(8) / PROOF, Proof)
+    assert proof is not None
+    others = proof.next_samples[::-1]
+    publish_message(rig.run.checkpoint(8) / PROOF, proof.model_copy(update={"next_samples": others}))
+    sign_again(rig.run.checkpoint(8))
+    assert _refused_by_proof(rig) == ("next samples", str(others), str(proof.next_samples))
 
 
 @pytest.mark.parametrize(

@@ -12,32 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer_room.rig import Rig, same_end, weights
-from worker.checkpoints import digest_of
-from worker.contract.files import publish_message
+from tests.trainer_room.rig import Rig, same_end, sign_again, weights
 from worker.contract.loss_history import last_record, read_history, surviving
-from worker.contract.manifest import (
-    MANIFEST,
-    FileEntry,
-    Health,
-    Manifest,
-    complete_checkpoints,
-    complete_manifest,
-    rollback_target,
-)
+from worker.contract.manifest import Health, complete_checkpoints, complete_manifest, rollback_target
 
 pytestmark = pytest.mark.training
-
-
-def sign_again(folder: Path) -> None:
-    """Make the manifest agree with files that were changed."""
-    fields: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    fields["files"] = {
-        name: FileEntry(bytes=(folder / name).stat().st_size, xxh128=digest_of(folder / name))
-        for name in fields["files"]
-        if (folder / name).exists()
-    }
-    publish_message(folder / MANIFEST, Manifest.model_validate(fields))
 
 
 @pytest.mark.parametrize("keep", [1, 2])
