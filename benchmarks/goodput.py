@@ -145,7 +145,7 @@ class Supervised:
     step: int = 0
     job: JobStatus | None = None
     last: Record | None = None
-    odd: list[Record] = field(default_factory=list)
+    """All of the branch that counts: a spike is the last record until the run has gone back to before its onset."""
     manifests: list[Manifest] = field(default_factory=list)
     report: ExitReport | None = None
     segment: Record | None = None
@@ -193,7 +193,7 @@ class Supervised:
             claim=self.claim if runs or self.report is not None else None,
             reports={0: self.report} if self.report is not None else {},
             started_segments=[self.segment] if self.segment is not None else [],
-            branch=[*self.odd, *([self.last] if self.last is not None else [])],
+            branch=[self.last] if self.last is not None else [],
             manifests=self.manifests,
         )
 
@@ -279,9 +279,6 @@ class Supervised:
             start = Start(max_steps=self.steps, lr=1.0, lr_expected=1.0, optimizer_steps=0, rng_digests=("r",),
                           next_samples=(1,), probe=Probe(expected=None, found=1.0), versions={})  # fmt: skip
             self.segment = record = record.model_copy(update={"start": start})
-        self.odd = [one for one in self.odd if one.step < self.step]
-        if self.last is not None and self.last.verdict != "ok" and self.last.step < self.step:
-            self.odd.append(self.last)
         self.last = record
 
     def save(self) -> None:

@@ -37,6 +37,16 @@ def test_each_fault_is_answered_by_the_policy_and_the_run_is_finished(kind: str,
     assert events <= {name for name, count in run.counts.items() if count}
 
 
+def test_a_spike_takes_no_other_one_further_back() -> None:
+    run = Supervised(QUIET, COSTS, nodes=1, steps=2000, every=30, draw=random.Random(0))
+    run.start_again()
+    for last_sound in (656, 1003):  # the first verdict lies between its healthy checkpoint and the next boundary
+        run.train_to(last_sound)
+        run.strike("spike")
+        assert last_sound - 2 * run.every <= run.step < last_sound
+    assert run.counts["RolledBack"] == 2
+
+
 def test_a_maintenance_costs_its_own_time_and_no_step() -> None:
     weekly = Scenario("weekly", {}, is_maintained=True)
     run = Supervised(weekly, COSTS, nodes=1, steps=15_000, every=60, draw=random.Random(0))
