@@ -16,6 +16,7 @@ import functools
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -24,11 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 import worker.attach
 import worker.background
@@ -230,33 +233,36 @@ class Moments(TrainerCallback):
 class Boundaries:
     """Counts what this process does to the file system from now on, and kills it before number ``kill_at``.
 
-    Python itself reports every open for writing, rename, removal and new folder (audit events), so a boundary that is
-    added to the save cannot be forgotten here; fsync and the writers in Rust are wrapped by name.
+    Python itself reports every open for writing, and what os does by name or by mode (audit events): all counts that
+    is not known to change nothing. What os does without a report is wrapped, and so are the writers in Rust: whoever
+    reads ``seen`` sees whether a file was made by one that is missing here.
     """
 
-    _EVENTS = frozenset({"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link"})
+    _CHANGE_NOTHING = re.compile(r"os\.(chdir|fork|fwalk|getxattr|kill|listdir|listxattr|putenv|scandir|unsetenv|walk)")
+    _UNREPORTED = re.compile(
+        r"copy_file_range|fdatasync|fsync|mk(fifo|nod)|posix_fallocate|p?writev?|sendfile|splice|sync"
+    )
 
     def __init__(self, run: Path, kill_at: int) -> None:
         self._run = str(run)
         self._kill_at = kill_at
         self.seen: list[str] = []
         sys.addaudithook(self._hear)
-        for name in ("fsync", "fchmod"):
-            setattr(os, name, self._told(name, getattr(os, name)))
-        import safetensors.torch
-        import transformers.modeling_utils
-
-        written = self._told("safetensors", safetensors.torch.save_file)
-        safetensors.torch.save_file = transformers.modeling_utils.safe_save_file = written
-        worker.ema.save_file = written  # type: ignore[attr-defined]
+        for name in filter(self._UNREPORTED.fullmatch, dir(os)):
+            setattr(os, name, self._told(f"os.{name}", getattr(os, name)))
+        safetensors.torch.serialize_file = self._told("safetensors", safetensors.torch.serialize_file)
+        tokenizer = self._told("tokenizers tokenizer.json", TokenizersBackend._save_pretrained)
+        TokenizersBackend._save_pretrained = tokenizer  # type: ignore[method-assign]
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in self._EVENTS or (event == "open" and _writes(args)):
+        is_of_os = event.startswith("os.") and not self._CHANGE_NOTHING.fullmatch(event)
+        if is_of_os or event == "subprocess.Popen" or (event == "open" and _writes(args)):
             self._note(f"{event} {args[0]}")
 
-    def _told(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _told(self, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
-            self._note(name)
+            paths = [os.fspath(one) for one in args if isinstance(one, (str, os.PathLike))]
+            self._note(" ".join([what, *paths]))
             return original(*args, **kwargs)
 
         return told

@@ -12,7 +12,7 @@ import torch
 
 from tests.trainer_room.rig import Rig, same_end
 from tests.trainer_room.test_exact import IS_COMPLETE, SEED
-from worker.checkpoints import digest_of, digesting_torch_save
+from worker.checkpoints import PROOF, digest_of, digesting_torch_save
 from worker.contract.manifest import MANIFEST, complete_manifest
 from worker.contract.run_dir import RunDir
 from worker.resume import choose, verified_manifest
@@ -39,8 +39,11 @@ def test_a_kill_at_every_boundary_of_a_save_leaves_a_checkpoint_to_go_on_from(
     rig.finish(kill_in_save=[4, "kills"])
     boundaries = (tmp_path / "kills" / "boundaries").read_text(encoding="utf-8").splitlines()
     published = 1 + boundaries.index("os.rename .staging/a1-r0-checkpoint-4/checkpoint-4")
-    assert sum(name == "fsync" for name in boundaries) > 12
-    assert boundaries.count("safetensors") == 2
+    assert boundaries.count("os.fsync") > 12
+    last = RunDir(tmp_path / "kills" / str(len(boundaries) + 1)).checkpoint(4)
+    by_words = [name.split() for name in boundaries]
+    made = {Path(words[-1]).name for words in by_words if words[0] in {"open", "safetensors", "tokenizers"}}
+    assert complete_manifest(last).files.keys() <= {*made, PROOF}, "a writer that Boundaries does not hear"
 
     for number in range(1, len(boundaries) + 2):
         run = RunDir(tmp_path / "kills" / str(number))
