@@ -54,11 +54,11 @@ def choose(run: RunDir, attempt: int, resume_from: str | None, sizes_only: bool)
         try:
             manifest = verified_manifest(run.checkpoint(step), sizes_only)
             proof = read_message(run.checkpoint(step) / PROOF, Proof)
+            digest = _digest_of(run.checkpoint(step), MANIFEST)
         except (UnusableCheckpointError, UnusableFileError) as error:
             passed_over.append(_passed_over(step, str(error)))
             continue
-        folder = run.checkpoint(step)
-        return Chosen(folder, manifest, proof, digest_of(folder / MANIFEST), tuple(passed_over))
+        return Chosen(run.checkpoint(step), manifest, proof, digest, tuple(passed_over))
     raise RefusedError(
         f"{checkpoint_name(named)} was to be resumed from, and neither it nor an older one is usable"
         + "".join(f"; {one.checkpoint}: {one.reason}" for one in passed_over),
@@ -103,9 +103,16 @@ def verified_manifest(folder: Path, sizes_only: bool = False) -> Manifest:
         raise UnusableCheckpointError(f"{missing} is missing: the Trainer would begin with a fresh one")
     if not sizes_only:
         for name, entry in manifest.files.items():
-            if digest_of(folder / name) != entry.xxh128:
+            if _digest_of(folder, name) != entry.xxh128:
                 raise UnusableCheckpointError(f"the content of {name} is not what was written")
     return manifest
+
+
+def _digest_of(folder: Path, name: str) -> str:
+    try:
+        return digest_of(folder / name)
+    except OSError as error:
+        raise UnusableCheckpointError(f"{name} cannot be read ({error})") from None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Checkpoints: which are complete, which are healthy, and where a rollback goes."""
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,21 @@ def branch(last: int, *special: Record) -> list[Record]:
     return [by_step.get(step, step_record(step)) for step in range(1, last + 1)]
 
 
+def failing_disk(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Neither a look at this file nor reading it works any more."""
+
+    def failing(original: Any) -> Any:
+        def look(at: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(at) == str(path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return original(at, *args, **kwargs)
+
+        return look
+
+    monkeypatch.setattr("os.open", failing(os.open))
+    monkeypatch.setattr("pathlib.Path.stat", failing(Path.stat))
+
+
 class TestComplete:
     def test_all_files_with_their_sizes(self, tmp_path: Path) -> None:
         folder = saved(RunDir(tmp_path), 500)
@@ -74,6 +91,16 @@ class TestComplete:
             (folder / name).write_bytes(content[damage])
         with pytest.raises(UnusableCheckpointError, match=name):
             complete_manifest(folder)
+
+    @pytest.mark.parametrize("name", [*CONTENT, MANIFEST])
+    def test_a_file_that_the_disk_does_not_give_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        folder = saved(RunDir(tmp_path), 500)
+        failing_disk(monkeypatch, folder / name)
+        with pytest.raises(UnusableCheckpointError, match=r"cannot be read \(\[Errno 5\] Input/output error: '.*'\)"):
+            complete_manifest(folder)
+        assert complete_checkpoints(RunDir(tmp_path)) == []
 
     @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"format": 1', b'{"format": 2}', b"\0\0"])
     def test_no_manifest_that_can_be_read(self, tmp_path: Path, content: bytes | None) -> None:

@@ -1,5 +1,6 @@
 """The pure parts: the rates, retention, endings, what files and signals ask."""
 
+import errno
 import math
 import os
 import signal
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from worker.beginning import prove_scaler
 from worker.checkpoints import file_entries, kept_steps
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
+from worker.contract.digest import digest_of as contract_digest_of
 from worker.contract.directive import Directive, publish_directive, read_directive
 from worker.contract.exit_report import NO_WORLD_ERROR
 from worker.contract.files import encode, publish_message
@@ -422,6 +424,31 @@ def test_a_checkpoint_that_would_begin_afresh_is_passed_over(tmp_path: Path, mis
     (run.checkpoint(1500) / "trainer_state.json").write_bytes(b"")
     assert chosen(run, 1, "checkpoint-500") == ("checkpoint-500", ["checkpoint-1500", "checkpoint-1000"])
     assert run.checkpoint_steps() == [500, 1000, 1500]
+
+
+@pytest.mark.parametrize("unreadable", ["optimizer.pt", MANIFEST])
+def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str
+) -> None:
+    run = RunDir(tmp_path)
+    for step in (500, 1000):
+        checkpoint(run, step)
+    bad = run.checkpoint(1000) / unreadable
+
+    def digest_of(path: Path) -> str:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return contract_digest_of(path)
+
+    monkeypatch.setattr("worker.resume.digest_of", digest_of)
+    found = choose(run, 1, None, sizes_only=False)
+    assert found is not None
+    assert found.folder.name == "checkpoint-500"
+    assert [one.reason for one in found.passed_over] == [
+        f"{unreadable} cannot be read ([Errno 5] Input/output error: '{bad}')"
+    ]
+    assert run.checkpoint_steps() == [500, 1000]
+    assert bad.exists()
 
 
 def test_a_bad_checkpoint_is_never_passed_over_for_a_newer_one(tmp_path: Path) -> None:

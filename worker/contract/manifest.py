@@ -69,7 +69,7 @@ class UnusableCheckpointError(Exception):
 
 
 def complete_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint; UnusableCheckpointError where a part is missing or cut."""
+    """The manifest of a complete checkpoint; UnusableCheckpointError where a part is missing, cut or unreadable."""
     try:
         manifest = read_message(folder / MANIFEST, Manifest)
     except UnusableFileError as error:
@@ -79,8 +79,10 @@ def complete_manifest(folder: Path) -> Manifest:
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise UnusableCheckpointError(f"{name} is missing") from None
+        except OSError as error:
+            raise UnusableCheckpointError(f"{name} cannot be read ({error})") from None
         if size != entry.bytes:
             raise UnusableCheckpointError(f"{name} has {size} bytes instead of {entry.bytes}")
     return manifest
