@@ -8,7 +8,8 @@ before its first step.  It ends early by raising: a LeavingError, or FencedError
 import logging
 import math
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,6 +144,8 @@ class StepsCallback(TrainerCallback):
         """Whether an evaluation follows this step."""
         self._held: dict[str, Any] | None = None
         """The record of the step that is being evaluated: it is written with the evaluation's losses."""
+        self._failed_save: Exception | None = None
+        """What ended a save beside the training."""
         wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
         wrap(trainer, "_load_rng_state", self._load_rng_state)
         wrap(trainer, "_save_checkpoint", self._save)
@@ -214,16 +217,35 @@ class StepsCallback(TrainerCallback):
             self._obey(control)
         if not control.should_evaluate:
             self._append_held()
+        if self._failed_save is not None and self._asked <= Ask.SAVE:  # who leaves saves once more, and plainly
+            self._settle(keep=0)
+            self._append_held()
+            raise self._failed_save
         attached.heart.beat("training", state.global_step)
         return control
 
     def _look(self) -> Ask:
         files = self._attached.files
         try:
-            hear_of_saves(self._attached)
+            with self._keeping_failure():
+                hear_of_saves(self._attached)
         except FencedError:
             return Ask.FENCED
         return self._signals.asked if files is None else max(self._signals.asked, files.look())
+
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        """Within, a save that failed beside the training raises nothing yet: the step is recorded and judged first."""
+        try:
+            yield
+        except FencedError:
+            raise
+        except Exception as error:  # noqa: BLE001 (torch and safetensors have errors of their own)
+            self._failed_save = error
+            told = f"checkpoint.background: a save failed: {type(error).__name__}: {error}"
+            _log.warning("%s", told)
+            if self._attached.segment is not None:
+                self._attached.segment.warn(told)
 
     def _settle(self, keep: int) -> None:
         """Read, judge and record all measured steps but the newest ``keep``."""
@@ -249,7 +271,8 @@ class StepsCallback(TrainerCallback):
         is_acted = said.verdict in ACTED
         is_observed = is_acted and self._attached.context.config.recovery.mode == "observe"
         if is_acted and not is_observed:
-            finish_saving(self._attached)  # who reads the verdict finds no checkpoint on its way any more
+            with self._keeping_failure():
+                finish_saving(self._attached)  # who reads the verdict finds no checkpoint on its way any more
         ranks = nonfinite_ranks(rows, measured.knows_norm)
         self._record(measured, said, loss=loss, grad_norm=grad_norm, nonfinite_ranks=ranks, observed=is_observed)
         if is_acted and not is_observed:
@@ -293,6 +316,8 @@ class StepsCallback(TrainerCallback):
         control.should_save = True
         if self._asked is not Ask.SAVE:
             control.should_evaluate = False
+            with self._keeping_failure():
+                finish_saving(self._attached)
 
     def _leave(self) -> None:
         attached = self._attached

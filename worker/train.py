@@ -87,7 +87,7 @@ def _let_save_finish(progress: Progress, ending: BaseException) -> None:
         return
     try:
         finish_saving(progress.attached)
-    except (OSError, FencedError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 (it ends for the reason that it had)
         _log.error("the save under way: %s: %s", type(error).__name__, error)
 
 

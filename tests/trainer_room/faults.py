@@ -6,10 +6,10 @@ N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: 
 clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite, gradient and
 all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes loss and
 gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``holds_writes``: a save beside the training
-waits until it is waited for. ``free_bytes``: of main memory, for copies. ``tells_base``: in the end, the digest of the
-frozen weights is in the file base. ``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of
-refusing fp16. ``overflow``: a token that makes the loss of its batch infinite under fp16, as a number above 65,504
-would.
+waits until it is waited for. ``fails_writes``: it fails, before the next step where nothing holds it. ``free_bytes``:
+of main memory, for copies. ``tells_base``: in the end, the digest of the frozen weights is in the file base.
+``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of refusing fp16. ``overflow``: a token
+that makes the loss of its batch infinite under fp16, as a number above 65,504 would.
 """
 
 import functools
@@ -30,6 +30,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -72,6 +73,8 @@ def inject_more(faults: dict[str, Any]) -> None:
     worker.train.attach = worker.own_script.attach = attach_with_more
     if "free_bytes" in faults:
         worker.background.available_bytes = lambda: int(faults["free_bytes"])
+    if faults.get("fails_writes"):
+        _fail_writes(is_at_once="holds_writes" not in faults)
     if faults.get("holds_writes"):
         _hold_writes()
     if faults.get("superseded_in_save"):
@@ -95,6 +98,19 @@ def _hold_writes() -> None:
 
     LargeParts.write = functools.partialmethod(functools.partial(held, LargeParts.write))
     Background.wait = functools.partialmethod(functools.partial(wait, Background.wait))
+
+
+def _fail_writes(is_at_once: bool) -> None:
+    def fail(large: LargeParts) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    def start(original: Callable[..., None], background: Background, work: Any) -> None:
+        original(background, work)
+        if background._thread is not None and is_at_once:
+            background._thread.join()
+
+    LargeParts.write = fail  # type: ignore[method-assign]
+    Background.start = functools.partialmethod(functools.partial(start, Background.start))
 
 
 def _shard_on_cpu() -> None:

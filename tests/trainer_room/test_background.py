@@ -199,6 +199,55 @@ def test_a_verdict_is_written_when_the_checkpoint_before_it_is_there(make_rig: C
     assert rig.error().saved_step == 8
 
 
+FAILED = "checkpoint.background: a save failed: SafetensorError: Error while serializing: I/O error: No space left"
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("how", [{"holds_writes": True, "spike_at": 10, "world": 2}, {"spike_at": 9, "is_late": True}])
+def test_a_verdict_is_written_and_acted_on_though_the_save_before_it_failed(
+    make_rig: Callable[..., Rig], how: dict[str, Any]
+) -> None:
+    spike = {"rule": "median_ratio", "window": 4, "warmup": 3, "patience": 1, "ratio": 1.5}
+    training = {"optimizer": {"learning_rate": 1e-3}, "batch_size": 2}
+    rig = make_rig(checkpoint=BESIDE, spike=spike, training=training)
+    rig.finish(20, fails_writes=True, **how)
+    assert rig.run.checkpoint_steps() == [4]
+    [told] = [one for one in rig.history() if one.warnings]
+    assert (told.step, told.is_acted) == (how["spike_at"], True)
+    assert told.warnings is not None
+    assert told.warnings[0].startswith(FAILED)
+
+
+@pytest.mark.training
+def test_a_failed_save_ends_the_trainer_after_the_steps_record(beside: Callable[..., Rig]) -> None:
+    rig = beside("failing")
+    rig.finish(1, fails_writes=True)
+    last = rig.history()[-1]
+    assert (last.step, rig.error().step) == (9, 9)
+    assert last.warnings is not None
+    assert last.warnings[0].startswith(FAILED)
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("held", [{"holds_writes": True}, {}])
+def test_who_is_asked_to_leave_saves_though_the_save_before_failed(
+    beside: Callable[..., Rig], held: dict[str, Any]
+) -> None:
+    rig = beside("leaving")
+    rig.finish(21, fails_writes=True, die_at=[9, "begin", signal.SIGTERM, 0], **held)
+    assert rig.run.checkpoint_steps() == [4, 9]
+
+
+@pytest.mark.training
+def test_who_leaves_at_once_leaves_though_the_save_under_way_fails(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(checkpoint=BESIDE)
+    rig.start(fails_writes=True, holds_writes=True, pause_at=[9])
+    rig.pauses(9)
+    rig.direct(stop="now")
+    rig.goes_on(9)
+    rig.ends(21)
+
+
 @pytest.mark.training
 def test_two_ranks_resume_bitwise_and_too_little_memory_is_a_plain_save(make_rig: Callable[..., Rig]) -> None:
     settings: dict[str, Any] = {"checkpoint": {**BESIDE, "every_steps": 3}, "training": {"batch_size": 2}}
