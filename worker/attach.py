@@ -206,6 +206,8 @@ class StepsCallback(TrainerCallback):
     ) -> TrainerControl:
         attached = self._attached
         attached.step = state.global_step
+        if attached.trainer.accelerator.optimizer_step_was_skipped:
+            attached.schedule.step()  # by the fp16 scaler: the Trainer held the schedule, and a step has its own rate
         if attached.average is not None:
             attached.average.update(attached.model, state.global_step)
         self._unread.append(self._tap.take(state, self._look(), attached.detector.take_alarm()))

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, cast
+from typing import cast
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 
 from worker.background import Background
@@ -85,14 +86,14 @@ class Attached:
         return cast(torch.optim.Optimizer, self.trainer.optimizer)
 
     @property
-    def schedule_steps(self) -> int:
-        """How often the schedule went on; the fp16 scaler's skipped steps are not among them."""
-        return int(cast(Any, self.trainer.lr_scheduler).last_epoch)
+    def schedule(self) -> LRScheduler:
+        """The schedule of the learning rate, once training has begun; it goes on with every step."""
+        return cast(LRScheduler, self.trainer.lr_scheduler)
 
     @property
     def optimizer_steps(self) -> int:
         """Updates that the optimizer has seen."""
-        return optimizer_steps(self.optimizer, self.schedule_steps)
+        return optimizer_steps(self.optimizer, self.schedule.last_epoch)
 
     @property
     def settings(self) -> Settings:

@@ -237,6 +237,26 @@ def test_steps_that_the_fp16_scaler_skips_are_no_reason_to_go_back(
 
 
 @pytest.mark.training
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_kill_changes_no_bit_under_fp16(make_rig: Callable[..., Rig], tmp_path: Path, name: str) -> None:
+    """Once among the steps that the scaler skips at its first, too large scale, and once after them."""
+    optimizer = {"name": name, **OPTIMIZERS[name]}
+    rig, cut = (
+        poisoned_rig(make_rig, tmp_path, each, precision="fp16", optimizer=optimizer) for each in ("whole", "cut")
+    )
+    rig.finish(fp16_on_cpu=2.0**20)
+    assert len(whose_update_was_withheld(rig)) == 3
+    rates = [schedule_factor(rig.config.training.schedule, step, MAX_STEPS) for step in range(MAX_STEPS)]
+    assert [record.lr for record in rig.history()] == [optimizer["learning_rate"] * rate for rate in rates]
+    for restart, step in enumerate((3, 6)):
+        cut.start(restart=restart, fp16_on_cpu=2.0**20, die_at=[step, "end", signal.SIGKILL, 0])
+        cut.ends(-signal.SIGKILL)
+    cut.finish(restart=2, fp16_on_cpu=2.0**20)
+    assert [one.start.checkpoint for one in cut.history() if one.start] == [None, "checkpoint-2", "checkpoint-5"]
+    same_end(rig, cut)
+
+
+@pytest.mark.training
 def test_a_loss_that_is_nan_beside_a_finite_gradient_is_a_warning(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
     rig = poisoned_rig(make_rig, tmp_path, max_steps=4)
     rig.finish(nan_loss=MARKER)
