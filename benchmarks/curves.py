@@ -216,13 +216,15 @@ def healthy() -> list[Run]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="where the curves go")
-    parser.add_argument("--quick", action="store_true", help="two runs of each kind, 300 steps of the healthy ones")
+    parser.add_argument(
+        "--quick", action="store_true", help="two runs of each kind, 60 steps each, to see that it works"
+    )
     parser.add_argument("--shift", type=int, default=0, help="added to every seed: runs that nobody has looked at")
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = [*diverging(), *healthy()]
     if args.quick:
-        runs = [*diverging()[:2], *(replace(run, steps=300) for run in healthy()[:2])]
+        runs = [replace(run, steps=60) for run in (*diverging()[:2], *healthy()[:2])]
     runs = [replace(run, seed=run.seed + args.shift) for run in runs]
     args.file.parent.mkdir(parents=True, exist_ok=True)
     record(args.file, runs)

@@ -23,6 +23,19 @@ REQUEUE_WAIT_S = 119.0
 """A little less than a job that was put back waits for its begin time."""
 
 
+def main() -> None:
+    train(Path(sys.argv[1]))
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder of such a job, with its text and its config."""
+    folder.mkdir(parents=True)
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {number}: {number * number}\n" for number in range(20_000)))
+    told = configuration.Config.model_validate(recipe(text) | {"run": {"name": "plain"}})
+    configuration.write(folder / "config.yaml", told)
+
+
 def train(folder: Path) -> None:
     """Train from the newest checkpoint; a later start ends after its second step."""
     from transformers.trainer_utils import get_last_checkpoint
@@ -82,11 +95,7 @@ class Requeued:
 
     def start(self) -> None:
         """Submit it."""
-        self.folder.mkdir(parents=True)
-        text = self.folder / "text.txt"
-        text.write_text("".join(f"line {number}: {number * number}\n" for number in range(20_000)))
-        told = configuration.Config.model_validate(recipe(text) | {"run": {"name": "plain"}})
-        configuration.write(self.folder / "config.yaml", told)
+        prepare(self.folder)
         self.job_id = self._submit() if self.kind == SUBMITIT else self._sbatch()
 
     def _submit(self) -> str:
@@ -151,4 +160,4 @@ class Requeued:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    main()

@@ -284,3 +284,14 @@ def test_twenty_thousand_steps_stay_fluid(opened: Any, tmp_path: Path) -> None:
 def test_a_run_that_made_no_step_says_so(opened: Any, tmp_path: Path) -> None:
     one = opened(page_of(recorded("refused"), config(tmp_path)))
     assert one.readout == "No step was made yet."
+
+
+def test_the_pictures_of_the_readme_are_drawn(browser: Any, tmp_path: Path) -> None:
+    from benchmarks.pictures import picture_of_report, picture_of_text
+
+    report = tmp_path / "report.html"
+    report.write_text(page_of(recorded("demo"), config(tmp_path)), encoding="utf-8")
+    picture_of_report(browser, report, tmp_path / "report.png")
+    picture_of_text(browser, "loss  \u28ff\u2801 <2.5>\n", tmp_path / "watch.png")
+    for name in ("report.png", "watch.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -3,13 +3,16 @@
 import json
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
 
+from benchmarks import requeued
 from slurm.local_cluster.configuration import missing_packages
 from tests.conftest import need
 from tests.trainer_room.rig import Launcher, Process
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.training
 
@@ -91,6 +94,10 @@ SCRIPTS = {
         "--tiny --seeds 1 --cause 'hot rate' --only 'clipping and NaN stop' --only higgsfield",
         [r"\| hot rate \| clipping and NaN stop \|", r"\| hot rate \| higgsfield \| 1 of 1 \| .* \| 0 \|$"],
     ),
+    "curves": (
+        "/dev/null --quick",
+        [rf"{kind} +60 steps +{NUMBER} s$" for kind in ("rate_sgd_.*", "healthy_language_.*") for _ in range(2)],
+    ),
     "verify": ("--megabytes 2 --repeats 1", [*HEADED, rf"disk{figures(3)}$", rf"page cache{figures(3)}$"]),
 }
 
@@ -115,3 +122,26 @@ def test_the_script_runs_to_its_end(script: str, launcher: Launcher, tmp_path: P
         place = next((number for number, line in enumerate(lines) if re.match(row, line)), None)
         assert place is not None, f"no line {row}:\n{process.said()}"
         lines = lines[place + 1 :]
+
+
+def test_a_job_that_was_put_back_goes_on_from_its_newest_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    requeued.prepare(folder)
+
+    def start() -> Process:
+        log = tmp_path / "log"
+        return Process(launcher.start([str(folder), json.dumps({"benchmark": "requeued"})], {}, log), log)
+
+    def steps() -> list[int]:
+        file = folder / "steps"
+        return [int(line.split()[1]) for line in file.read_text().splitlines()] if file.exists() else []
+
+    held = start()
+    try:
+        eventually(lambda: len(steps()) >= requeued.HELD_AFTER, 60.0)
+    finally:
+        held.send(signal.SIGKILL)
+        held.wait()
+    again = start()
+    assert again.wait() == 0, again.said()
+    assert steps() == [1, 2, 3, 4, 5, 6, 7, 6, 7]
