@@ -1,10 +1,12 @@
 """Whether a checkpoint belongs to this model and this optimizer: the Trainer would load what fits and say nothing."""
 
 import json
+import zipfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
@@ -20,8 +22,9 @@ from worker.lora import has_adapters, saved_state
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTERS = "adapter_model.safetensors"
+_BIN = "pytorch_model.bin"
 _SHARDS = "pytorch_model_fsdp_0"
-_PLAIN_WEIGHTS = frozenset({_WEIGHTS, _INDEX, _ADAPTERS, "pytorch_model.bin"})
+_PLAIN_WEIGHTS = frozenset({_WEIGHTS, _INDEX, _ADAPTERS, _BIN})
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "momentum", "hessian_moment"})
 
 
@@ -93,7 +96,7 @@ def refuse_other_model(folder: Path, model: torch.nn.Module) -> None:
             _refuse(path, _unknown_name(name, own.keys() - stored.keys()))
         if shape != tuple(own[name].shape):
             _refuse(path, f"{name} is {shape}, and this model's is {tuple(own[name].shape)}{_ANOTHER}")
-    if path.name == _WEIGHTS and len(there) < len(stored):
+    if path.name in (_WEIGHTS, _BIN) and len(there) < len(stored):
         _refuse(path, f"holds weights apart that this model ties{_ANOTHER}")
     for name in own:
         if aliases[name] not in there:
@@ -117,14 +120,16 @@ def _unknown_name(name: str, unmet: Collection[str]) -> str:
     )
 
 
-def _refuse(path: Path, why: str) -> None:
+def _refuse(path: Path, why: str) -> NoReturn:
     raise RefusedError(f"{path}: {why}", what="model")
 
 
 def _stored_shapes(folder: Path) -> tuple[Path, dict[str, tuple[int, ...]]]:
-    """Where a checkpoint's weights lie, and their names and shapes, from the headers alone; {} where there are none."""
+    """Where a checkpoint's weights lie, and their names and shapes, without reading them; {} where there are none."""
     if (folder / _SHARDS).is_dir():
         return folder / _SHARDS, _shapes_of_shards(folder / _SHARDS)
+    if (folder / _BIN).exists() and not (folder / _WEIGHTS).exists():  # in the order in which the Trainer looks
+        return folder / _BIN, _shapes_in_bin(folder / _BIN)
     if (folder / _ADAPTERS).exists():
         return folder / _ADAPTERS, _shapes_in([folder / _ADAPTERS])
     return folder / _WEIGHTS, _shapes_of_plain(folder)
@@ -150,6 +155,20 @@ def _shapes_in(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
+
+
+def _shapes_in_bin(path: Path) -> dict[str, tuple[int, ...]]:
+    """The same of a file that torch wrote; of weights that are tied there the first, as safetensors holds them."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except UnpicklingError:
+        _refuse(path, "torch does not load it as weights alone")
+    tensors = state.items() if isinstance(state, dict) else ()
+    named = {name: one for name, one in tensors if isinstance(one, torch.Tensor)}
+    if not named:
+        _refuse(path, "holds no weights by their names")
+    first = {(one.data_ptr(), one.shape): name for name, one in reversed(named.items())}
+    return {name: tuple(named[name].shape) for name in first.values()}
 
 
 def optimizer_facts(optimizer: Optimizer) -> tuple[str, int]:
