@@ -1,15 +1,16 @@
 """launch.py with more faults.
 
 ``die_at``: [step, moment, signal, rank] sends the rank a signal at a moment of a step. ``kill_in_save``: [step, name]
-kills a real process at every boundary of the save after that step. ``nan_weights``: N poisons the weights before step
-N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the attempt and
-clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite, gradient and
-all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes loss and
-gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``holds_writes``: a save beside the training
-waits until it is waited for. ``fails_writes``: it fails, before the next step where nothing holds it. ``free_bytes``:
-of main memory, for copies. ``tells_base``: in the end, the digest of the frozen weights is in the file base.
-``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of refusing fp16. ``overflow``: a token
-that makes the loss of its batch infinite under fp16, as a number above 65,504 would.
+kills a real process at every boundary of the save after that step. ``dies_before``: [change, rank] kills the rank
+before its first change of the disk that this regular expression is found in. ``nan_weights``: N poisons the weights
+before step N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the
+attempt and clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite,
+gradient and all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes
+loss and gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``holds_writes``: a save beside the
+training waits until it is waited for. ``fails_writes``: it fails, before the next step where nothing holds it.
+``free_bytes``: of main memory, for copies. ``tells_base``: in the end, the digest of the frozen weights is in the file
+base. ``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of refusing fp16. ``overflow``: a
+token that makes the loss of its batch infinite under fp16, as a number above 65,504 would.
 """
 
 import functools
@@ -68,6 +69,9 @@ def inject_more(faults: dict[str, Any]) -> None:
             trainer.train_dataset = Drawing(trainer.train_dataset)
         attached = attach(trainer, context)
         trainer.add_callback(Moments(attached, faults))
+        change, rank = faults.get("dies_before", (None, None))
+        if rank == attached.context.start.rank:
+            Boundaries(attached.context.run.path, change)
         return attached
 
     worker.train.attach = worker.own_script.attach = attach_with_more
@@ -249,6 +253,7 @@ class Moments(TrainerCallback):
 class Boundaries:
     """Counts what this process does to the file system from now on, and kills it before number ``kill_at``.
 
+    In place of a number, a regular expression that is found in what it is about to do and did just before, a line each.
     Python itself reports every open for writing, and what os does by name or by mode (audit events): all counts that
     is not known to change nothing. What os does without a report is wrapped, and so are the writers in Rust: whoever
     reads ``seen`` sees whether a file was made by one that is missing here.
@@ -259,7 +264,7 @@ class Boundaries:
         r"copy_file_range|fdatasync|fsync|mk(fifo|nod)|posix_fallocate|p?writev?|sendfile|splice|sync"
     )
 
-    def __init__(self, run: Path, kill_at: int) -> None:
+    def __init__(self, run: Path, kill_at: int | str) -> None:
         self._run = str(run)
         self._kill_at = kill_at
         self.seen: list[str] = []
@@ -285,7 +290,8 @@ class Boundaries:
 
     def _note(self, what: str) -> None:
         self.seen.append(what.replace(self._run + os.sep, ""))
-        if len(self.seen) == self._kill_at:
+        at = self._kill_at
+        if len(self.seen) == at if isinstance(at, int) else re.search(at, "\n".join(self.seen[-2:])):
             os.kill(os.getpid(), signal.SIGKILL)
 
 

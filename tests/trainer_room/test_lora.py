@@ -14,6 +14,7 @@ from tests.recipe_room.recipes import configured
 from tests.trainer_room.rig import TINY, Rig
 from worker.contract.manifest import complete_manifest
 from worker.models import build_model, byte_tokenizer
+from worker.resume import choose
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
 pytestmark = [
@@ -82,6 +83,21 @@ def test_adapters_that_were_interrupted_end_bitwise_the_same_on_a_base_that_neve
     assert manifest.base is not None
     assert manifest.base.name == str(tmp_path / "base")
     assert (disturbed.run.path / "base").read_text() == manifest.base.digest
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_adapters_before(adapted: Callable[..., Rig]) -> None:
+    undisturbed, disturbed = adapted("undisturbed"), adapted("disturbed")
+    undisturbed.finish()
+    disturbed.finish(-signal.SIGKILL, dies_before=[r"open \.staging/.*/checkpoint-8/adapter_config\.json$", 0])
+    assert list(disturbed.run.staging.rglob("adapter_model.safetensors"))
+    found = choose(disturbed.run, 1, None, sizes_only=False)
+    assert found is not None
+    assert found.manifest.step == 4
+    disturbed.finish(restart=1)
+    assert list(disturbed.run.staging.iterdir()) == []
+    assert disturbed.losses() == undisturbed.losses()
+    for place in ("final", "final/ema"):
+        assert adapters(disturbed.run.path / place) == adapters(undisturbed.run.path / place)
 
 
 def test_adapters_on_two_ranks_resume_bitwise(adapted: Callable[..., Rig]) -> None:

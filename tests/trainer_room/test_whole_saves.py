@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_room.rig import Rig, same_end
+from tests.trainer_room.rig import Rig, same_end, weights
 from tests.trainer_room.test_exact import IS_COMPLETE, SEED
 from worker.checkpoints import PROOF, digest_of, digesting_torch_save
 from worker.contract.manifest import MANIFEST, complete_manifest
@@ -66,6 +67,55 @@ def test_a_kill_at_every_boundary_of_a_save_leaves_a_checkpoint_to_go_on_from(
         rig.finish(restart=1)
         assert list(rig.run.staging.iterdir()) == []
         same_end(undisturbed, rig)
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
+    make_rig: Callable[..., Rig],
+) -> None:
+    sections = {"training": SMALL, "checkpoint": {"every_steps": 2}}
+    undisturbed = make_rig("undisturbed", **sections)
+    undisturbed.finish(world=2)
+    for name, rank, change in (
+        ("the other's files are not yet among all", 1, r"os\.rename \.staging/.*/checkpoint-4/rng_state_1\.pth$"),
+        ("its own random state is written", 0, r"open \.staging/.*/checkpoint-4/trainer_state\.json$"),
+        ("all but the manifest is there", 0, r"open \.staging/.*/checkpoint-4/\.tmp-MANIFEST"),
+    ):
+        rig = make_rig(name, **sections)
+        rig.start(world=2, dies_before=[change, rank])
+        assert rig.processes[rank].wait() == -signal.SIGKILL, rig.processes[rank].said()
+        rig.is_killed()
+        assert list(rig.run.staging.rglob(f"rng_state_{rank}.pth")), name
+        assert rig.run.checkpoint_steps() == [2], name
+        found = choose(rig.run, 1, None, sizes_only=False)
+        assert found is not None, name
+        assert found.manifest.step == 2, name
+        rig.finish(world=2, restart=1)
+        assert list(rig.run.staging.iterdir()) == [], name
+        same_end(undisturbed, rig)
+
+
+def test_weights_whose_publication_is_killed_in_the_middle_are_published_by_the_next_start(
+    make_rig: Callable[..., Rig], text: Path
+) -> None:
+    sections = {
+        "data": {"eval": str(text)},
+        "training": {**SMALL, "eval_every": 2},
+        "checkpoint": {"every_steps": 2},
+    }
+    undisturbed, rig = make_rig("undisturbed", **sections), make_rig(**sections)
+    undisturbed.finish()
+    rig.finish(-signal.SIGKILL, dies_before=[r"os\.rename best\nos\.rename \.staging/a1-r0-best$", 0])
+    assert not rig.run.best.exists()
+    rig.finish(-signal.SIGKILL, restart=1, dies_before=[r"safetensors \.staging/a1-r1-final/ema/", 0])
+    assert not rig.run.final.exists()
+    rig.finish(-signal.SIGKILL, restart=2, dies_before=[r"os\.rename \.staging/a1-r2-final$", 0])
+    assert not rig.run.final.exists()
+    rig.finish(restart=3)
+    assert list(rig.run.staging.iterdir()) == []
+    same_end(undisturbed, rig)
+    assert weights(rig.run.best) == weights(undisturbed.run.best)
+    told = [one.run.best / "best.json" for one in (rig, undisturbed)]
+    assert told[0].read_text(encoding="utf-8") == told[1].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
