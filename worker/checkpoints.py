@@ -6,9 +6,8 @@ by time, and never takes what somebody may still want to go back to.
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -22,6 +21,7 @@ from worker.contract.loss_history import Record, copy_until
 from worker.contract.manifest import MANIFEST, FileEntry, Health, Manifest, complete_checkpoints, health
 from worker.contract.recovery_config import CheckpointConfig
 from worker.contract.run_dir import RunDir, checkpoint_name
+from worker.staging import remove
 from worker.wrap import replaced
 
 PROOF = "proof.json"
@@ -224,7 +224,5 @@ def retire(
     gone = [manifest.step for manifest in manifests if manifest.step not in kept]
     for step in gone:
         doomed = run.staging / f"a{attempt}-r{restart}-retired-{checkpoint_name(step)}"
-        with suppress(FileNotFoundError):
-            run.checkpoint(step).rename(doomed)
-            shutil.rmtree(doomed)
+        remove(run.checkpoint(step), doomed)
     return gone

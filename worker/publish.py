@@ -1,7 +1,6 @@
 """Finished weights: ``final/`` with ``final/ema/``, and ``best/`` by evaluation loss. Plain Hugging Face folders."""
 
-import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from worker import world
 from worker.attached import Attached
 from worker.checkpoints import make_durable, publish_folder
 from worker.contract.files import Message, publish_message, read_message
-from worker.staging import FORMER
+from worker.staging import FORMER, remove
 from worker.wrap import replaced
 
 
@@ -68,8 +67,7 @@ def _publish(attached: Attached, staged: Path, place: Path) -> None:
         make_durable(staged)
         attached.files.check()
         former = staged.with_name(f"{staged.name}{FORMER}")
-        with ExitStack() as afterwards:
-            afterwards.callback(shutil.rmtree, former, ignore_errors=True)
-            publish_folder(staged, place, lambda: former)
+        publish_folder(staged, place, lambda: former)
+        remove(former, staged.with_name(f"{staged.name}-replaced-{attached.step}"))
 
     world.from_rank_zero(publish)

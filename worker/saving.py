@@ -42,6 +42,7 @@ from worker.guard import innermost
 from worker.probe import are_finite, own_weights, probe_loss, probe_samples
 from worker.randomness import random_digest
 from worker.resume import platform_of
+from worker.staging import remove
 from worker.wrap import replaced
 
 _LOGGED = 100
@@ -301,7 +302,7 @@ def _publish(staged: _Staged, files: dict[str, FileEntry]) -> None:
     publish_message(folder / MANIFEST, as_of.manifest.model_copy(update={"files": files, "weights_finite": finite}))
     attached.files.check()
     publish_folder(folder, run.checkpoint(step), lambda: bad_checkpoint_place(run, start.attempt, step))
-    staged.folder.rmdir()
+    remove(staged.folder)
     directive = attached.files.directive
     named = checkpoint_step(directive.resume_from) if directive.resume_from else None
     wanted = {*directive.pinned, *([] if named is None else [named])}

@@ -1,10 +1,13 @@
 """What a start leaves unfinished: removed by its own agent when it leaves, else by the next start."""
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from worker.contract.run_dir import RunDir
+
+_log = logging.getLogger(__name__)
 
 FORMER = "-former"
 """How the name ends under which weights wait in .staging/ until their successors are in their place."""
@@ -37,6 +40,22 @@ def _put_back_or_remove(run: RunDir, entry: Path) -> None:
         if entry.name.endswith(f"-{place.name}{FORMER}") and not place.exists():
             entry.rename(place)
     shutil.rmtree(entry, ignore_errors=True)
+
+
+def remove(folder: Path, doomed: Path | None = None) -> None:
+    """Remove a folder, which first gets the name ``doomed``, in .staging/, where it is one that readers look at.
+
+    What is still in use (NFS) or cannot be removed stays in .staging/, with a warning, until that is cleared.
+    """
+    try:
+        if doomed is not None:
+            folder.rename(doomed)
+        shutil.rmtree(doomed or folder)
+    except FileNotFoundError:  # a successor clears it
+        return
+    except OSError as error:
+        _log.warning("%s cannot be removed now, and is when this start ends: %s", folder, error)
+        shutil.rmtree(doomed or folder, ignore_errors=True)
 
 
 def clear_temporary_files(run: RunDir, attempt: int, restart: int, rank: int) -> None:

@@ -123,7 +123,7 @@ def _publish(place: Path, staged: Path, tokens: Tokens, notes: Notes) -> None:
     try:
         staged.rename(place)
     except OSError:
-        shutil.rmtree(staged)
+        shutil.rmtree(staged, ignore_errors=True)
         if not place.exists():
             raise
     sync_folder(place.parent)

@@ -10,9 +10,11 @@ loss and gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too.
 training waits until it is waited for. ``fails_writes``: it fails, before the next step where nothing holds it.
 ``free_bytes``: of main memory, for copies. ``tells_base``: in the end, the digest of the frozen weights is in the file
 base. ``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of refusing fp16. ``overflow``: a
-token that makes the loss of its batch infinite under fp16, as a number above 65,504 would.
+token that makes the loss of its batch infinite under fp16, as a number above 65,504 would. ``is_busy``: no folder can
+be taken out of .staging/, as where NFS keeps a file in it that is still open.
 """
 
+import errno
 import functools
 import math
 import os
@@ -83,8 +85,16 @@ def inject_more(faults: dict[str, Any]) -> None:
         _hold_writes()
     if faults.get("superseded_in_save"):
         wrap(worker.saving, "_write_ours", _be_superseded)
+    if faults.get("is_busy"):
+        wrap(os, "rmdir", _refuse_as_busy)
     if "kill_in_save" in faults:
         _kill_in_save(*faults["kill_in_save"])
+
+
+def _refuse_as_busy(original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+    if Path(path).parent.name == ".staging":
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+    original(path, *args, **kwargs)
 
 
 def _hold_writes() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from worker.beginning import prove_scaler
-from worker.checkpoints import file_entries, kept_steps
+from worker.checkpoints import file_entries, kept_steps, retire
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.digest import digest_of as contract_digest_of
 from worker.contract.directive import Directive, publish_directive, read_directive
@@ -176,6 +176,37 @@ def test_only_foreign_staging_is_cleared(tmp_path: Path) -> None:
     assert [entry.name for entry in run.staging.iterdir()] == ["a2-r1-checkpoint-8"]
     clear_own_staging(run, 2, 1)
     assert list(run.staging.iterdir()) == []
+
+
+def test_what_could_not_be_removed_when_it_was_retired_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, rules = RunDir(tmp_path), CheckpointConfig(keep=1, keep_healthy=1, healthy_after=0)
+    run.staging.mkdir()
+    for step in (10, 20, 30):
+        checkpoint(run, step)
+    with monkeypatch.context() as busy:
+        busy.setattr("os.unlink", failing(os.unlink, "optimizer.pt"))
+        assert retire(run, 1, 0, rules, [record(30)], ()) == [10, 20]
+    assert run.checkpoint_steps() == [30]
+    assert [path.name for path in run.staging.rglob("*.*")] == ["optimizer.pt"] * 2
+    assert [one.getMessage().partition(" cannot be removed now")[0] for one in caplog.records] == [
+        str(run.checkpoint(step)) for step in (10, 20)
+    ]
+    assert all("[Errno 16] Device or resource busy: 'optimizer.pt'" in one.getMessage() for one in caplog.records)
+    clear_staging(run, 1, 1)
+    assert list(run.staging.iterdir()) == []
+
+
+def failing(original: Callable[..., None], name: str) -> Callable[..., None]:
+    """``os.unlink``, where a file of this name is busy."""
+
+    def unlink(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name == name:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        original(path, *args, **kwargs)
+
+    return unlink
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

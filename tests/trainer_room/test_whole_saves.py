@@ -17,6 +17,7 @@ from worker.checkpoints import PROOF, digest_of, digesting_torch_save
 from worker.contract.manifest import MANIFEST, complete_manifest
 from worker.contract.run_dir import RunDir
 from worker.resume import choose, verified_manifest
+from worker.staging import clear_own_staging
 
 pytestmark = pytest.mark.training
 
@@ -116,6 +117,23 @@ def test_weights_whose_publication_is_killed_in_the_middle_are_published_by_the_
     assert weights(rig.run.best) == weights(undisturbed.run.best)
     told = [one.run.best / "best.json" for one in (rig, undisturbed)]
     assert told[0].read_text(encoding="utf-8") == told[1].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_cannot_be_removed_now_ends_no_training_and_is_removed_later(
+    make_rig: Callable[..., Rig], text: Path, background: bool
+) -> None:
+    rules = {"every_steps": 2, "keep": 1, "keep_healthy": 1, "healthy_after": 0, "background": background}
+    rig = make_rig(data={"eval": str(text)}, training={**SMALL, "eval_every": 1}, checkpoint=rules)
+    rig.finish(is_busy=True)
+    assert rig.run.checkpoint_steps() == [6]
+    assert rig.run.final.is_dir()
+    said, left = rig.processes[0].said(), [entry.name for entry in rig.run.staging.iterdir()]
+    for name in ("a1-r0-checkpoint-2", "a1-r0-retired-checkpoint-2", "a1-r0-best-replaced-3"):
+        assert name in left
+        assert f"Directory not empty: '{rig.run.staging / name}'" in said
+    clear_own_staging(rig.run, 1, 0)
+    assert list(rig.run.staging.iterdir()) == []
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
