@@ -101,6 +101,16 @@ def moments(step: int, evaluates: bool) -> list[str]:
     return here + (["save"] if step % EVERY_STEPS == 0 else [])
 
 
+def ways_to_leave(at_epoch_end: bool, evaluates: bool) -> list[tuple[int, int, str]]:
+    """The step after which a run leaves that is asked to at a moment of a step: after that step, or after the next."""
+    ways = [
+        (step if moment in ("begin", "micro", "update") else step + 1, step, moment)
+        for step in range(1, MAX_STEPS)
+        for moment in moments(step, evaluates)
+    ]
+    return [way for way in ways if way[0] < MAX_STEPS and (way[0] % STEPS_AN_EPOCH == 0) == at_epoch_end]
+
+
 @pytest.mark.parametrize("case", ALL if IS_COMPLETE else list(pairwise(ALL)), ids=name_of)
 def test_an_interrupted_run_ends_with_the_same_bytes(make_rig: Callable[..., Rig], tmp_path: Path, case: Case) -> None:
     told = dict(zip(FACTORS, case, strict=True))
@@ -109,13 +119,14 @@ def test_an_interrupted_run_ends_with_the_same_bytes(make_rig: Callable[..., Rig
     undisturbed.finish(world=world)
 
     draw = random.Random(f"{SEED} {name_of(case)}")
-    stop = STEPS_AN_EPOCH if told["stop"] == "epoch end" else STEPS_AN_EPOCH - 1
-    rank, kill = draw.randrange(world), draw.randint(stop + 1, MAX_STEPS)
+    stop, step, asking = draw.choice(ways_to_leave(told["stop"] == "epoch end", told["evaluates"]))
+    asked, rank, kill = draw.randrange(world), draw.randrange(world), draw.randint(stop + 1, MAX_STEPS)
     moment = draw.choice(moments(kill, told["evaluates"]))
-    print(f"seed {SEED}: SIGTERM in step {stop}, SIGKILL to rank {rank} in step {kill} at {moment}")
+    print(f"seed {SEED}: SIGTERM to rank {asked} in step {step} at {asking}")
+    print(f"seed {SEED}: SIGKILL to rank {rank} in step {kill} at {moment}")
 
-    disturbed.finish(21, world=world, die_at=[stop, "begin", signal.SIGTERM, rank])
-    assert disturbed.run.checkpoint_steps() == [stop]
+    disturbed.finish(21, world=world, die_at=[step, asking, signal.SIGTERM, asked])
+    assert disturbed.run.checkpoint_steps() == sorted({*range(EVERY_STEPS, stop, EVERY_STEPS), stop})
     disturbed.start(restart=1, world=world, die_at=[kill, moment, signal.SIGKILL, rank])
     assert disturbed.processes[rank - world].wait() == -signal.SIGKILL
     disturbed.is_killed()
