@@ -54,11 +54,12 @@ def refuse_other_samplers(trainer: Trainer) -> None:
 
 
 def draws_random_numbers(trainer: Trainer) -> bool:
-    """Whether making a batch of the first sample moves the random states of python, numpy or torch."""
+    """Whether a batch of the first, the middle or the last sample moves the random states of python, numpy or torch."""
     samples: Any = trainer.train_dataset
     if len(samples) == 0:
         return False
     with random_states_aside():
         before = random_digest()
-        batch_of(trainer, [0])
+        for index in sorted({0, len(samples) // 2, len(samples) - 1}):
+            batch_of(trainer, [index])
         return random_digest() != before

@@ -1,6 +1,7 @@
 """What would make a resume another training is refused by name, before a step is made."""
 
 import json
+import random
 import signal
 import tomllib
 import types
@@ -8,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers
 
 from tests.trainer_room.rig import Rig, same_end, write_text
@@ -17,6 +20,7 @@ from worker.contract.tested import TRANSFORMERS_RANGE
 from worker.fits import missing_part
 from worker.leaving import RefusedError
 from worker.models import byte_tokenizer
+from worker.randomness import random_digest
 from worker.repeatable import refuse_untested, refuse_what_cannot_repeat
 
 pytestmark = pytest.mark.training
@@ -108,12 +112,12 @@ def test_data_that_draw_random_numbers_are_refused(make_rig: Callable[..., Rig])
     assert not rig.run.history.exists()
 
 
-def trainer(**fields: Any) -> Any:
+def trainer(train_dataset: Any = (1,), data_collator: Any = list, **fields: Any) -> Any:
     told = {"n_gpu": 0, "dataloader_persistent_workers": False, "ignore_data_skip": False, **fields}
     return types.SimpleNamespace(
         args=types.SimpleNamespace(**told),
-        train_dataset=[1],
-        data_collator=lambda one: one,
+        train_dataset=train_dataset,
+        data_collator=data_collator,
         _get_collator_with_removed_columns=lambda collator, description: collator,
     )
 
@@ -131,6 +135,54 @@ def test_settings_that_cannot_be_repeated_are_refused(fields: dict[str, Any], wh
     with pytest.raises(RefusedError) as caught:
         refuse_what_cannot_repeat(trainer(**fields))
     assert caught.value.what == what
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "python": random.random,
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand(1),
+}
+
+
+class Counting:
+    """Samples that are noted when they are made; some of them draw."""
+
+    def __init__(self, size: int, draws_at: int, draw: Callable[[], object]) -> None:
+        self._size, self._draws_at, self._draw = size, draws_at, draw
+        self.made: list[int] = []
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> int:
+        self.made.append(index)
+        if index >= self._draws_at:
+            self._draw()
+        return index
+
+
+@pytest.mark.parametrize("source", DRAWS)
+@pytest.mark.parametrize("draws_at", [0, 1, 50, 99])
+def test_samples_that_draw_are_found_wherever_they_begin_to(source: str, draws_at: int) -> None:
+    before = random_digest()
+    with pytest.raises(RefusedError, match="draws from the global random states"):
+        refuse_what_cannot_repeat(trainer(train_dataset=Counting(100, draws_at, DRAWS[source])))
+    assert random_digest() == before
+
+
+@pytest.mark.parametrize("source", DRAWS)
+def test_a_collator_that_draws_is_found(source: str) -> None:
+    with pytest.raises(RefusedError, match="draws from the global random states"):
+        refuse_what_cannot_repeat(trainer(data_collator=lambda samples: DRAWS[source]()))
+
+
+@pytest.mark.parametrize(
+    ("size", "made"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (1_000_000, [0, 500_000, 999_999])]
+)
+def test_a_few_samples_are_looked_at_and_none_twice(size: int, made: list[int]) -> None:
+    samples = Counting(size, size, random.random)
+    refuse_what_cannot_repeat(trainer(train_dataset=samples))
+    assert samples.made == made
 
 
 PLAIN = {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"}
