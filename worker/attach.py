@@ -337,7 +337,7 @@ class StepsCallback(TrainerCallback):
         try:
             is_asked = self._asked is Ask.SAVE
             save_checkpoint(self._attached, original, model, trial, may_be_beside=is_scheduled, is_asked=is_asked)
-        except OSError:  # a successor removes, under a zombie's hands, what that one has not published
+        except Exception:  # a successor removes, under a zombie's hands, what that one has not published
             if self._attached.files is not None:
                 self._attached.files.check()
             raise

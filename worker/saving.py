@@ -166,7 +166,7 @@ def _write_beside(staged: _Staged, large: LargeParts, of_others: dict[str, FileE
     try:
         large.write()
         _publish(staged, of_others | _write(staged))
-    except OSError:  # a successor removes, under a zombie's hands, what that one has not published
+    except Exception:  # a successor removes, under a zombie's hands, what that one has not published
         if attached.files is not None:
             attached.files.check()
         raise

@@ -4,18 +4,20 @@
 kills a real process at every boundary of the save after that step. ``dies_before``: [change, rank] kills the rank
 before its first change of the disk that this regular expression is found in. ``nan_weights``: N poisons the weights
 before step N. ``umask``. ``draws``: the data draws random numbers. ``superseded_in_save``: another restart claims the
-attempt and clears .staging/ in the middle of a save. ``poison``: a token that makes the loss of its batch infinite,
-gradient and all. ``nan_loss``: one that makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes
-loss and gradient of that rank NaN. ``fsdp_on_cpu``: accelerate shards here too. ``holds_writes``: a save beside the
-training waits until it is waited for. ``fails_writes``: it fails, before the next step where nothing holds it.
-``free_bytes``: of main memory, for copies. ``tells_base``: in the end, the digest of the frozen weights is in the file
-base. ``fp16_on_cpu``: a scale that accelerate's scaler begins at here too, instead of refusing fp16. ``overflow``: a
-token that makes the loss of its batch infinite under fp16, as a number above 65,504 would. ``is_busy``: no folder can
-be taken out of .staging/, as where NFS keeps a file in it that is still open.
+attempt and clears .staging/ in the middle of a save. ``superseded_at_weights``: N, the same before the weights of the
+Nth save. ``poison``: a token that makes the loss of its batch infinite, gradient and all. ``nan_loss``: one that
+makes it NaN and leaves the gradient as it is. ``nan_rank``: [step, rank] makes loss and gradient of that rank NaN.
+``fsdp_on_cpu``: accelerate shards here too. ``holds_writes``: a save beside the training waits until it is waited
+for. ``fails_writes``: it fails, before the next step where nothing holds it. ``free_bytes``: of main memory, for
+copies. ``tells_base``: in the end, the digest of the frozen weights is in the file base. ``fp16_on_cpu``: a scale
+that accelerate's scaler begins at here too, instead of refusing fp16. ``overflow``: a token that makes the loss of
+its batch infinite under fp16, as a number above 65,504 would. ``is_busy``: no folder can be taken out of .staging/,
+as where NFS keeps a file in it that is still open.
 """
 
 import errno
 import functools
+import itertools
 import math
 import os
 import random
@@ -30,6 +32,7 @@ from typing import Any, NoReturn
 
 import safetensors.torch
 import torch
+import transformers.modeling_utils
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
@@ -47,6 +50,7 @@ from tests.trainer_room import launch
 from worker.attached import Attached
 from worker.background import Background, LargeParts
 from worker.contract.claim import Claim, take_claim
+from worker.contract.run_dir import RunDir
 from worker.lora import base_of
 from worker.saving import finish_saving
 from worker.staging import clear_staging
@@ -87,6 +91,8 @@ def inject_more(faults: dict[str, Any]) -> None:
         wrap(worker.saving, "_write_ours", _be_superseded)
     if faults.get("is_busy"):
         wrap(os, "rmdir", _refuse_as_busy)
+    if "superseded_at_weights" in faults:
+        _be_superseded_at(faults["superseded_at_weights"])
     if "kill_in_save" in faults:
         _kill_in_save(*faults["kill_in_save"])
 
@@ -160,11 +166,25 @@ def _build_poisoned(poison: "Poison", original: Callable[..., Any], *args: Any) 
 
 
 def _be_superseded(original: Callable[..., None], attached: Attached, *args: Any) -> None:
-    run = attached.context.run
+    _supersede(attached.context.run)
+    original(attached, *args)
+
+
+def _be_superseded_at(number: int) -> None:
+    numbers = itertools.count(1)
+
+    def save_file(original: Callable[..., None], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+        if next(numbers) == number:
+            _supersede(RunDir(Path(sys.argv[1])))
+        original(tensors, filename, *args, **kwargs)
+
+    wrap(transformers.modeling_utils, "safe_save_file", save_file)
+
+
+def _supersede(run: RunDir) -> None:
     claim = Claim(job_id="17", name="hf-test", restart=1, host="there", pid=1, started_ticks=1, time=1.0)
     take_claim(run.claim(1), claim)
     clear_staging(run, 1, 1)
-    original(attached, *args)
 
 
 class Poison:

@@ -140,6 +140,15 @@ def test_a_zombie_whose_files_are_cleared_while_it_saves_is_fenced(make_rig: Cal
     same_end(undisturbed, rig)
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_zombie_that_has_no_folder_for_its_weights_any_more_is_fenced(
+    make_rig: Callable[..., Rig], is_beside: bool
+) -> None:
+    rig = make_rig(checkpoint={"background": is_beside})
+    rig.finish(22, superseded_at_weights=2, holds_writes=True)
+    assert rig.run.checkpoint_steps() == [4]
+
+
 @pytest.fixture
 def stopped(make_rig: Callable[..., Rig]) -> Rig:
     """A run that was killed after step 9, with the checkpoints 4 and 8."""
