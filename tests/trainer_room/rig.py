@@ -182,7 +182,7 @@ class Rig:
 
 
 def same_end(one: Rig, other: Rig) -> None:
-    """Weights, average, detector, per-step and evaluation losses are the same to the bit."""
+    """Weights, average, detector, per-step and evaluation losses are the same to the bit; copies of histories whole."""
     for name in ("loss", "level", "loss_scale"):
         assert per_step(one, name) == per_step(other, name)
     assert detector_state(one) == detector_state(other)
@@ -190,6 +190,18 @@ def same_end(one: Rig, other: Rig) -> None:
         assert evaluations(one, name) == evaluations(other, name)
     assert weights(one.run.final) == weights(other.run.final)
     assert weights(one.run.final / "ema") == weights(other.run.final / "ema")
+    for rig in (one, other):
+        copies_begin_the_history(rig)
+
+
+def copies_begin_the_history(rig: Rig) -> None:
+    """Each checkpoint has the history up to its step, byte for byte, and closed."""
+    history, closing = rig.run.history.read_bytes(), b"\n]\n"
+    for step in rig.run.checkpoint_steps():
+        copy = (rig.run.checkpoint(step) / rig.run.history.name).read_bytes()
+        assert copy.endswith(closing)
+        assert history.startswith(copy.removesuffix(closing))
+        assert json.loads(copy)[-1]["step"] == step
 
 
 def per_step(rig: Rig, name: str) -> list[Any]:
