@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from supervisor.config import shipped_configs
-from tests.trainer_room.rig import Rig, copies_begin_the_history, weights
+from tests.trainer_room.rig import Rig, copies_begin_the_history, evaluations, same_end, weights
 from worker.contract.claim import Claim
 from worker.contract.files import publish_message
 from worker.contract.loss_history import last_record
@@ -209,6 +209,27 @@ def test_best_follows_the_evaluation_loss(make_rig: Callable[..., Rig], text: Pa
     assert best["step"] == 12
     assert best["eval_loss"] == min(evaluated.values())
     assert weights(rig.run.best) == weights(rig.run.final)
+
+
+def test_best_stays_where_the_evaluation_loss_rises_again_also_after_kills(
+    make_rig: Callable[..., Rig], text: Path
+) -> None:
+    sections = {"data": {"eval": str(text)}, "training": {"eval_every": 2}, "spike": {"patience": 9}}
+    whole, cut = make_rig("whole", **sections, checkpoint={"every_steps": 2}), make_rig("cut", **sections)
+    whole.finish(spike_at=7)
+    losses = evaluations(whole, "eval_loss")
+    assert sorted(losses) == [2, 4, 6, 8, 10, 12]
+    assert min(losses, key=losses.__getitem__) == 6
+
+    for restart, step in enumerate((7, 11)):
+        cut.start(restart=restart, spike_at=7, die_at=[step, "end", signal.SIGKILL, 0])
+        cut.ends(-signal.SIGKILL)
+    cut.finish(restart=2)
+    same_end(whole, cut)
+    assert [one.start.checkpoint for one in cut.history() if one.start] == [None, "checkpoint-4", "checkpoint-8"]
+    for rig in (whole, cut):
+        assert json.loads((rig.run.best / "best.json").read_text()) == {"step": 6, "eval_loss": losses[6]}
+        assert weights(rig.run.best) == weights(whole.run.checkpoint(6))
 
 
 @pytest.mark.parametrize(
