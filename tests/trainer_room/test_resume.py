@@ -140,6 +140,17 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
+def test_the_checkpoint_that_the_directive_names_outlives_every_save(make_rig: Callable[..., Rig]) -> None:
+    rules = {"every_steps": 2, "keep": 1, "keep_healthy": 1, "healthy_after": 0}
+    rig = make_rig(training={"max_steps": 6}, checkpoint=rules)
+    rig.start(pause_at=[3])
+    rig.pauses(3)
+    rig.is_killed()
+    rig.direct(attempt=2, resume_from="checkpoint-2")
+    rig.finish(attempt=2)
+    assert rig.run.checkpoint_steps() == [2, 6]
+
+
 def test_a_named_checkpoint_is_never_replaced_by_a_fresh_start(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
     rig.start(pause_at=[5])
