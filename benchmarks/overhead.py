@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import gc
 import logging
+import os
 import random
 import statistics
 import string
@@ -44,8 +45,8 @@ OURS, AVERAGED = "higgsfield", "higgsfield, ema"
 ARMS = (PLAIN, OURS, AVERAGED)
 WANTED_MS, WANTED_SHARE, WANTED_LERPS = 0.5, 0.01, 1.2
 """Milliseconds more of the short step, this share of the long one, and lerps an update of the average."""
-ARENA_MAX = -8
-"""Of mallopt(3)."""
+MALLOPT = {"ARENA_MAX": (-8, 1), "MMAP_THRESHOLD": (-3, 32 << 20), "TRIM_THRESHOLD": (-1, 2**31 - 1)}
+"""Options of mallopt(3), with their numbers and values: one heap for all threads, which keeps what it once had."""
 
 
 @dataclass(frozen=True)
@@ -274,8 +275,11 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    ctypes.CDLL(None).mallopt(ARENA_MAX, 1)  # of its own a thread might have slower memory
+    for option, value in MALLOPT.values():  # else one training's memory is given back and faulted in anew each step
+        ctypes.CDLL(None).mallopt(option, value)
     torch.set_num_threads(told.threads)
+    if told.threads == 1:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # each training's thread stays where it is, as a rule
     # Only a third of the time is each training's own, and what comes every few seconds must not come thrice as often.
     worker.contract.loss_history._SYNC_EVERY_S *= len(ARMS)
     worker.pulse._EVERY_S *= len(ARMS)
