@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from worker import world
@@ -30,7 +31,7 @@ from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
 from worker.judgement import GRAVITY, Judgement, worse
 from worker.leaving import AlreadyTrainedError, AskedToLeaveError, VerdictError
 from worker.lora import base_of, refuse_other_base
-from worker.order import EpochOrder, batches_an_epoch
+from worker.order import EpochOrder, FastForward, batches_an_epoch
 from worker.publish import publish_if_best
 from worker.pulse import Heart
 from worker.rates import configured_rates
@@ -150,7 +151,7 @@ class StepsCallback(TrainerCallback):
         wrap(trainer, "_load_rng_state", self._load_rng_state)
         wrap(trainer, "_save_checkpoint", self._save)
         wrap(trainer, "evaluate", self._evaluate)
-        wrap(trainer, "get_train_dataloader", _ignoring_signals)
+        wrap(trainer, "get_train_dataloader", self._load_train_data)
         wrap(trainer, "get_eval_dataloader", _ignoring_signals)
         wrap(trainer, "_get_train_sampler", lambda original, *args: attached.order)
 
@@ -166,6 +167,14 @@ class StepsCallback(TrainerCallback):
     def _load_rng_state(self, original: Any, checkpoint: str | None) -> None:
         original(checkpoint)
         prove_random_states(self._attached.context.chosen)
+
+    def _load_train_data(self, original: Any) -> Any:
+        """The loader; the batches that a resume passes by are not made."""
+        loader, order = _ignoring_signals(original), self._attached.order
+        if isinstance(loader, DataLoaderShard):  # which skips what its own batch_sampler gives out first, in one epoch
+            num_behind = order.num_behind() * self._attached.trainer.args.gradient_accumulation_steps
+            loader.batch_sampler = FastForward(loader.batch_sampler, order, num_behind)
+        return loader
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -418,5 +427,6 @@ def _fell(before: float | None, now: float | None) -> bool:
 def _ignoring_signals(original: Any, *args: Any, **kwargs: Any) -> Any:
     loader = original(*args, **kwargs)
     if loader.num_workers > 0:
-        loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn)
+        iterated = getattr(loader, "base_dataloader", loader)  # accelerate's own is a shell around it
+        iterated.worker_init_fn = IgnoreSignals(iterated.worker_init_fn)
     return loader

@@ -7,10 +7,10 @@ global batch sees the same samples in the same order, and a global batch can be 
 import random
 from collections.abc import Iterator, Sequence, Set, Sized
 from functools import lru_cache
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from worker.contract.directive import SkippedBatches
 
@@ -51,6 +51,8 @@ class EpochOrder(Sampler[int]):
         self.global_batch = global_batch
         self.num_batches = batches_an_epoch(self.num_samples, global_batch)
         self.epoch = 0
+        self.num_passed = 0
+        """Global batches that the next iteration leaves out, because they are behind."""
         self._seed = seed
         self._shuffle = shuffle
         self._skipped = tuple(skipped)
@@ -77,7 +79,12 @@ class EpochOrder(Sampler[int]):
         return self.num_batches * self.global_batch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._samples_in(self.epoch, self._laps(self.epoch)))  # all at once: a resume passes by thousands
+        passed, self.num_passed = self.num_passed, 0
+        return iter(self._samples_in(self.epoch, self._laps(self.epoch)[passed:]))
+
+    def num_behind(self) -> int:
+        """Global batches of its first epoch that training, where it begins, passes by."""
+        return self._begin[0] % self.num_batches
 
     def batch_of(self, step: int) -> tuple[int, int]:
         """(epoch, global batch in the epoch's own order) that optimizer step ``step`` trains on; steps count from 1."""
@@ -116,7 +123,27 @@ class EpochOrder(Sampler[int]):
 
     def _samples_in(self, epoch: int, laps: Sequence[int]) -> list[int]:
         """The sample indices of batches, one after the other."""
-        numbers = torch.arange(len(laps)) if laps == range(len(laps)) else torch.tensor(laps) % self.num_batches
+        numbers = torch.arange(laps.start, laps.stop) if isinstance(laps, range) else torch.tensor(laps)
+        numbers = numbers % self.num_batches
         places = numbers[:, None] * self.global_batch + torch.arange(self.global_batch)
         indices: list[int] = self._samples(epoch)[places.flatten() % self.num_samples].tolist()
         return indices
+
+
+class FastForward(BatchSampler):
+    """A rank's batches of an epoch, of which the first ``num_behind`` are passed by: empty ones stand for those.
+
+    Who resumes takes them out and throws them away; at step 20,000 the making of them would be most of that time.
+    """
+
+    def __init__(self, batches: BatchSampler, order: EpochOrder, num_behind: int) -> None:
+        self._batches = batches
+        self._order = order
+        self._num_behind = num_behind
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._order.num_passed = self._order.num_behind()
+        return chain(repeat([], self._num_behind), self._batches)

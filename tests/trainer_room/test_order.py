@@ -4,13 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
 from worker.beginning import newly_left_out
 from worker.contract.directive import SkippedBatches
 from worker.contract.loss_history import LeftOutBatch
-from worker.order import EpochOrder, order_from
+from worker.order import EpochOrder, FastForward, order_from
 
 
 def order_of(num_samples: int, global_batch: int, **fields: Any) -> EpochOrder:
@@ -98,6 +100,23 @@ def test_every_batch_that_is_ahead_and_not_left_out_is_trained_on_in_its_order(
     kept = [batch for batch in range(position, num_batches) if batch not in gone]
     assert ahead[: len(kept)] == kept
     assert not {batch % num_batches for batch in ahead} & gone
+
+
+@given(st.integers(1, 10), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), skips, st.integers(0, 30))
+def test_a_resume_gets_the_batches_that_are_ahead_and_makes_no_other(
+    num_batches: int, batch_size: int, world: int, accumulation: int, skipped: list[SkippedBatches], begin: int
+) -> None:
+    global_batch = batch_size * world * accumulation
+    before = order_of(num_batches * global_batch, global_batch)
+    place = {"skipped": skipped, "begin": (begin, before.batches_behind(begin))}
+    order = order_of(num_batches * global_batch, global_batch, **place)
+    order.epoch, position = divmod(begin, num_batches)
+    num_behind = position * accumulation
+    for rank in range(world):
+        plain = BatchSamplerShard(BatchSampler(order, batch_size, drop_last=False), world, rank)
+        ahead = list(FastForward(plain, order, num_behind))
+        assert ahead == [[]] * num_behind + list(plain)[num_behind:]
+        assert list(SkipBatchSampler(FastForward(plain, order, num_behind), num_behind)) == list(plain)[num_behind:]
 
 
 def test_what_is_left_out_is_named_once_and_by_samples_where_no_file_is_known() -> None:

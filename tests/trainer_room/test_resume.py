@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.trainer_room.rig import TINY, Launcher, Rig, same_end, sign_again, tiny_config, weights
+from tests.trainer_room.rig import TINY, Launcher, Rig, same_end, sign_again, tiny_config, weights, write_text
 from worker.checkpoints import PROOF, Proof
 from worker.contract import config as configuration
 from worker.contract.files import publish_message, read_message
@@ -260,6 +260,19 @@ def test_another_training_is_refused_by_name(make_rig: Callable[..., Rig], chang
     error = changed.error().error
     assert error is not None
     assert (error.type, error.what) == ("RefusedError", what)
+
+
+def test_a_signal_to_every_process_of_the_step_ends_no_data_worker(make_rig: Callable[..., Rig], text: Path) -> None:
+    """Slurm sends it to all of them: also in an epoch that is longer than what they read ahead."""
+    rig = make_rig(data={"workers": 2, "train": str(write_text(text.with_name("long.txt"), 32 * 4 * 60))})
+    for restart, step in enumerate((2, 5)):
+        rig.start(restart=restart, pause_at=[step])
+        rig.pauses(step)
+        os.killpg(rig.processes[-1].child.pid, signal.SIGTERM)
+        rig.goes_on(step)
+        rig.ends(21)
+        assert (rig.error(restart=restart).saved_step) == step + 1
+    rig.finish(restart=2)
 
 
 def test_the_rate_is_absolute_at_the_very_first_step_and_after_every_resume(make_rig: Callable[..., Rig]) -> None:
