@@ -51,13 +51,15 @@ def test_a_sharded_run_that_was_killed_ends_bitwise_the_same_and_as_the_plain_on
     assert complete_manifest(folder).files.keys() >= {*shards, "ema.safetensors", "scheduler.pt", "rng_state_1.pth"}
     assert not {"model.safetensors", "optimizer.pt"} & complete_manifest(folder).files.keys()
 
-    disturbed.start(world=2, fsdp_on_cpu=True, die_at=[10, "update", signal.SIGKILL, 1])
+    in_its_save = r"os\.rename \.staging/.*/checkpoint-8/optimizer_0/__1_0\.distcp$"
+    disturbed.start(world=2, fsdp_on_cpu=True, dies_before=[in_its_save, 1])
     assert disturbed.processes[1].wait() == -signal.SIGKILL, disturbed.processes[1].said()
     disturbed.is_killed()
+    assert list(disturbed.run.staging.rglob("__1_0.distcp"))
     disturbed.finish(restart=1, world=2, fsdp_on_cpu=True)
-    start = disturbed.history()[8].start
+    start = disturbed.history()[4].start
     assert start is not None
-    assert start.checkpoint == "checkpoint-8"
+    assert start.checkpoint == "checkpoint-4"
     same_end(undisturbed, disturbed)
 
     plain = sharded("plain", training={**extra(), "extra": {}})
