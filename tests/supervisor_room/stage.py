@@ -172,7 +172,8 @@ class Stage:
         """
         directive = self.directive
         gone = set(positions_of(directive.skip_batches))
-        batches = [batch for batch in range(10_000) if BatchPosition(epoch=0, batch=batch) not in gone]
+        batches = [BatchPosition(epoch=0, batch=batch) for batch in range(until + len(gone))]
+        fed = [batch for batch in batches if batch not in gone]
         odd = {"spike": "pending", "divergence": "suspect", "nonfinite": "skipped"}
         with HistoryWriter(self.run_dir.history, lambda: None) as writer:
             is_new = writer.last is None or (writer.last.attempt, writer.last.restart) != (directive.attempt, restart)
@@ -197,7 +198,7 @@ class Stage:
                         onset_step=(left_level or onset) if is_odd else None,
                         level=2.0 if is_odd else None,
                         nonfinite_ranks=ranks if is_odd and ranks else None,
-                        data=BatchPosition(epoch=0, batch=batches[step - 1]),
+                        data=fed[step - 1],
                         start=self._start(begin, probe) if is_new and step == begin + 1 else None,
                         **(fields if is_last else {}),
                     )

@@ -6,7 +6,9 @@ effect: n = 0, 1, 2 and so on until it gets through.  An effect is what changes 
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -345,12 +347,14 @@ def _facts(stage: Mortal) -> dict[str, object]:
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__.strip("_"))
 def test_a_supervisor_may_die_between_any_two_effects(history: Callable[[Mortal], None], tmp_path: Path) -> None:
-    undisturbed = _prepared(tmp_path / "undisturbed", history)
+    before = _prepared(tmp_path / "stage", history)
+    shutil.copytree(tmp_path / "stage", tmp_path / "before")
+    undisturbed = _put_back(before, tmp_path)
     undisturbed.succeed()
     expected = _facts(undisturbed)
     killed_before: list[str] = []
     for effect in range(_MANY):
-        stage = _prepared(tmp_path / str(effect), history)
+        stage = _put_back(before, tmp_path)
         what = stage.settle_until_killed(effect)
         stage.succeed()
         assert _facts(stage) == expected, what
@@ -381,6 +385,15 @@ def _prepared(folder: Path, history: Callable[[Mortal], None]) -> Mortal:
     stage = Mortal(folder, **SECTIONS.get(history, {}))
     history(stage)
     stage.scheduler.save()
+    return stage
+
+
+def _put_back(before: Mortal, folder: Path) -> Mortal:
+    """The stage as it was before the supervisor's turn, its files too."""
+    shutil.rmtree(folder / "stage")
+    shutil.copytree(folder / "before", folder / "stage")
+    stage = copy.copy(before)
+    stage.scheduler = copy.deepcopy(before.scheduler)
     return stage
 
 
