@@ -10,7 +10,7 @@ help:
 	@echo "make test   all tests, the ones on a real Slurm too"
 	@echo "make exact  every combination of what must survive an interruption to the bit (SEED=n draws other moments)"
 	@echo "make chaos  training runs under faults at random times on a real Slurm (SEED=n, COUNT=n faults, four a run)"
-	@echo "make bench  what training, saving, recovering and supervising cost on this machine (about 25 minutes), into docs/benchmarks.md"
+	@echo "make bench  what training, saving, recovering and supervising cost on this machine (under 20 minutes), into docs/benchmarks.md"
 	@echo "make bench-long  fifty tiny runs that the detector is scored on, and thirty that fail without it or with it"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 

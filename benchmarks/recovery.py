@@ -2,15 +2,18 @@
 
 A Slurm cluster of its own is started in a temporary folder. From what happened to the first optimizer step after it:
 
-- a spike (from the acted record) and a killed trainer, two ranks in the same allocation, with the zygote and without,
-  in turns; beside them a bare import of the training stack by a fresh process;
+- a spike (from the acted record) and a killed trainer, two ranks in the same allocation, with the zygote and without;
+  in turns with the latter a bare import of the training stack by a fresh process;
 - preempted by a job of a higher tier while another node is idle (PreemptMode=REQUEUE, GraceTime=0), one rank;
 - a node that dies with all that runs on it, from the moment when Slurm gives it up (NODE_FAIL), one rank;
 - the same preemption of the same training with the plain Trainer, in a submitit job with ``checkpoint()`` and in an
   ``sbatch --requeue`` script.
 
-What waits in the queue is shown apart: until the job's batch script began again. Only waiting lies beside each other;
-while a start is measured, all other trainers of this script stand still.
+What waits in the queue is shown apart: until the job's batch script began again. Only waiting lies beside each other:
+while a start is measured, all other trainers of this script stand still. The jobs that Slurm puts back for two minutes
+leave first, so far apart that their returns do not meet, and what happens in an allocation is measured meanwhile, but
+nothing that could last into a return. A node is lost while the job of the last one waits for another. How far this is
+stands on standard error.
 """
 
 import argparse
@@ -20,14 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.heading import heading, met
 from benchmarks.requeued import SBATCH, SUBMITIT, Requeued
 from benchmarks.slurm_faults import until
-from benchmarks.supervised import Recovery, Supervised
+from benchmarks.supervised import LostNode, Recovery, Supervised
 from slurm.commands import clean_environment
 from slurm.local_cluster.cluster import Cluster, running
 
@@ -36,11 +39,12 @@ STACK = "import torch, transformers, accelerate, datasets, worker.train"
 ZYGOTE, COLD = "zygote", "cold"
 SPIKE, KILL = "spike", "killed trainer"
 PREEMPTION, NODE_LOSS = "preemption, idle nodes", "node failure"
-START_S = 25.0
-"""What a cold start may take: so long before somebody's return from the queue nothing else is begun."""
-APART_S = 14.0
-"""Between two preemptions, so that the returns, two minutes later, do not meet."""
-NODES_APART_S = 22.0
+CASE_S = 20.0
+"""What one in an allocation may take: so long before somebody's return from the queue none is begun."""
+APART_S = 12.0
+"""Between two preemptions at least, so that the returns, two minutes later, do not meet."""
+NODE_AFTER_S = 5.0
+"""From Slurm's verdict on a node to the loss of the next, whose job starts twenty seconds later at the earliest."""
 Measured = dict[str, list[Recovery]]
 
 
@@ -98,27 +102,29 @@ class Site:
         self.away: list[Requeued] = []
         self.measured: Measured = {}
         self.imports_s: list[float] = []
+        self.began = time.monotonic()
 
     def measure(self, repeats: int) -> tuple[Measured, list[float]]:
         """Everything, `repeats` times; the imports' seconds beside it."""
         self.begin()
         to_preempt = iter(self.plain)
-        for _ in range(repeats):
-            for run, what in [(run, what) for run in self.inside for what in (SPIKE, KILL)]:
-                self.preempt_next(to_preempt)
-                self.make_room()
-                self.note(f"{what}, {run.name}", run.spike() if what == SPIKE else run.kill())
-                run.settles()
-            if self.plain:
-                self.make_room()
-                self.imports_s.append(bare_import())
+        for run in self.inside:
+            for _ in range(repeats):
+                if run.name == COLD:
+                    self.make_room(to_preempt)
+                    self.bare_import()
+                for what in (SPIKE, KILL):
+                    self.make_room(to_preempt)
+                    self.note(f"{what}, {run.name}", run.spike() if what == SPIKE else run.kill())
+                    run.rests()
         for job in to_preempt:
+            time.sleep(max(0.0, self.leaves_at() - time.time()))
             self.preempt(job)
         while self.away:
             self.welcome()
         for one in self.moved:
             self.note(PREEMPTION, one.preempt())
-            one.settles()
+            one.rests()
         self.lose_nodes()
         return self.measured, self.imports_s
 
@@ -127,33 +133,50 @@ class Site:
         everybody: list[Requeued | Supervised] = [*self.plain, *self.inside, *self.moved]
         for each in everybody:
             each.start()
-        for run in (*self.inside, *self.moved):
-            run.until(lambda run=run: bool(run.new_records()) or None, "a first step")  # type: ignore[misc]
-            run.settles()
+        ours = [*self.inside, *self.moved]
+        for run in tuple(ours):
+            run.until(lambda run=run: run not in self.training(ours), "a healthy checkpoint")  # type: ignore[misc]
         for job in self.plain:
             until(lambda job=job: job.is_held() or None, f"{job.kind} trains")  # type: ignore[misc]
+        self.say("all have begun and stand still")
+
+    @staticmethod
+    def training(ours: list[Supervised]) -> list[Supervised]:
+        """Those that are without a healthy checkpoint, and `ours` from now on; the others are held."""
+        for run in [each for each in ours if each.is_healthy()]:
+            run.hold()
+            ours.remove(run)
+        return ours
 
     def note(self, name: str, recovery: Recovery) -> None:
         self.measured.setdefault(name, []).append(recovery)
-        print(f"    {name:34}{recovery.total_s:8.2f} s", file=sys.stderr, flush=True)
+        self.say(f"{name}: {recovery.total_s:.2f} s, of which {recovery.waited_s:.2f} s in the queue")
 
-    def preempt_next(self, jobs: Iterator[Requeued]) -> None:
-        """The next of them, if the last one was preempted long enough ago."""
-        if self.away and time.time() - self.away[-1].preempted_at < APART_S:
-            return
-        for job in jobs:
-            self.preempt(job)
-            return
+    def say(self, what: str) -> None:
+        """How far this is, by seconds since its begin."""
+        print(f"{time.monotonic() - self.began:6.0f} s  {what}", file=sys.stderr, flush=True)
+
+    def bare_import(self) -> None:
+        """Have a fresh process import what a trainer needs."""
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", STACK], check=True, cwd=ROOT)
+        self.imports_s.append(time.monotonic() - began)
+        self.say(f"bare import: {self.imports_s[-1]:.2f} s")
+
+    def leaves_at(self) -> float:
+        """When the next may be preempted, so that its return does not meet that of the last one."""
+        return self.away[-1].preempted_at + APART_S if self.away else 0.0
 
     def preempt(self, job: Requeued) -> None:
-        if self.away:
-            time.sleep(max(0.0, self.away[-1].preempted_at + APART_S - time.time()))
+        self.say(f"{PREEMPTION}: {job.kind} is to leave")
         job.preempt()
         self.away.append(job)
 
-    def make_room(self) -> None:
-        """Where somebody's return is near, wait for it."""
-        while self.away and self.away[0].returns_at() - time.time() < START_S:
+    def make_room(self, to_preempt: Iterator[Requeued]) -> None:
+        """The next of them leaves, if the last one left long enough ago; whose return is near is waited for."""
+        if time.time() >= self.leaves_at() and (job := next(to_preempt, None)) is not None:
+            self.preempt(job)
+        while self.away and self.away[0].returns_at() - time.time() < CASE_S:
             self.welcome()
 
     def welcome(self) -> None:
@@ -161,26 +184,26 @@ class Site:
         self.note(f"{PREEMPTION}: {job.kind}", job.recovery())
 
     def lose_nodes(self) -> None:
-        """One node after the other: the half minutes that Slurm takes to give one up lie beside each other."""
-        awaited: list[Callable[[], Recovery]] = []
+        """One node after the other: what Slurm takes to give one up lies beside the last job's waiting."""
+        last: LostNode | None = None
         for one in self.moved:
-            if awaited:
-                time.sleep(NODES_APART_S)
-            awaited.append(one.lose_node())
-        for one, recovery in zip(self.moved, awaited, strict=True):
-            self.note(NODE_LOSS, recovery())
-            one.settles()
+            if last is not None:
+                time.sleep(max(0.0, last.given_up_at() + NODE_AFTER_S - time.time()))
+            lost = one.lose_node()
+            self.say(f"{one.name} lost its node")
+            if last is not None:
+                self.replace(last)
+            last = lost
+        if last is not None:
+            self.replace(last)
+
+    def replace(self, lost: LostNode) -> None:
+        self.note(NODE_LOSS, lost.recovery())
+        lost.run.rests()
 
     def end(self) -> None:
         for run in (*self.inside, *self.moved):
             run.end()
-
-
-def bare_import() -> float:
-    """Seconds that a fresh process needs to import what a trainer needs."""
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", STACK], check=True, cwd=ROOT)
-    return time.monotonic() - began
 
 
 # -- tables

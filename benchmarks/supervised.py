@@ -146,6 +146,10 @@ class Supervised:
             lambda: next((one for one in self.new_records() if one.segment > segment), None), "a step of the next start"
         )
 
+    def is_healthy(self) -> bool:
+        """Whether it has made a healthy checkpoint."""
+        return len(self.new_records()) > EVERY and bool(self.events(ProgressMade, 0.0))
+
     # -- holding
 
     def trainers(self) -> list[int]:
@@ -163,17 +167,16 @@ class Supervised:
         """Let them go on, for a few steps."""
         for pid in self.trainers():
             os.kill(pid, signal.SIGCONT)
+        self._more_steps()
+
+    def rests(self) -> None:
+        """Hold the last start after a few steps."""
+        self._more_steps()
+        self.hold()
+
+    def _more_steps(self) -> None:
         behind = len(self.new_records())
         self.until(lambda: len(self.new_records()) >= behind + 3 or None, "three more steps")
-
-    def settles(self) -> None:
-        """Wait until the last start has made a healthy checkpoint; then it is held."""
-        first = next(one for one in self.new_records() if one.segment == self.records[-1].segment)
-        self.until(
-            lambda: any(one.healthy_step >= first.step for one in self.events(ProgressMade, first.time)) or None,
-            "a healthy checkpoint",
-        )
-        self.hold()
 
     # -- disturbing
 
@@ -216,10 +219,10 @@ class Supervised:
         segment, asked = self.new_records()[-1].segment, time.time()
         occupy(self.cluster, self.partition, self.node())
         began = logged(self.cluster, "[Pp]reempted JobId", asked)
-        return self._elsewhere(began, self.first_after(segment))
+        return self.elsewhere(began, self.first_after(segment))
 
-    def lose_node(self) -> Callable[[], Recovery]:
-        """End the node's daemon and everything of the job at once; the answer waits for what comes of it."""
+    def lose_node(self) -> "LostNode":
+        """End the node's daemon and everything of the job at once."""
         self.go()
         segment, asked, node = self.new_records()[-1].segment, time.time(), self.node()
         trainers, job_id = self.trainers(), replay(read_journal(self.run.journal)).job_id
@@ -228,13 +231,10 @@ class Supervised:
         for pid in doomed:  # the daemons of its steps first: nobody is to tell Slurm of the others' ends
             os.kill(pid, signal.SIGKILL)
 
-        def recovery() -> Recovery:
-            began = logged(self.cluster, rf"(JobId|job).*due to failure of node {node}\b", asked)
-            return self._elsewhere(began, self.first_after(segment))
+        return LostNode(self, node, asked, segment)
 
-        return recovery
-
-    def _elsewhere(self, began: float, first: Record) -> Recovery:
+    def elsewhere(self, began: float, first: Record) -> Recovery:
+        """From then to the first record of a start that waited in the queue."""
         started = starts(self.folder)[-1]
         claim = read_claim(self.run.claim(first.attempt))
         assert claim is not None
@@ -251,6 +251,24 @@ class Supervised:
         """End its supervisor; the cluster's end is that of its jobs."""
         self.process.kill()
         self.process.wait()
+
+
+@dataclass(frozen=True)
+class LostNode:
+    """What comes of a run whose node was lost."""
+
+    run: Supervised
+    node: str
+    lost_at: float
+    segment: int
+
+    def given_up_at(self) -> float:
+        """When Slurm gave the node up; waits for it."""
+        return logged(self.run.cluster, rf"(JobId|job).*due to failure of node {self.node}\b", self.lost_at)
+
+    def recovery(self) -> Recovery:
+        """Wait for the first step after that."""
+        return self.run.elsewhere(self.given_up_at(), self.run.first_after(self.segment))
 
 
 def _recovery(began: float, waited_s: float, marks: list[tuple[str, float]], first: Record) -> Recovery:
