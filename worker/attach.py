@@ -30,7 +30,7 @@ from worker.guard import innermost, why_unguarded
 from worker.interrupts import Ask, IgnoreSignals, RunFiles, Signals
 from worker.judgement import GRAVITY, Judgement, worse
 from worker.leaving import AlreadyTrainedError, AskedToLeaveError, VerdictError
-from worker.lora import base_of, refuse_other_base
+from worker.lora import base_of, refuse_named_adapter, refuse_other_base
 from worker.order import EpochOrder, FastForward, batches_an_epoch
 from worker.publish import publish_if_best
 from worker.pulse import Heart
@@ -63,6 +63,7 @@ def attach(trainer: Trainer, context: Context) -> Attached:
     if context.config.checkpoint.background:
         refuse_background(trainer)
     model = cast(torch.nn.Module, trainer.model)
+    refuse_named_adapter(model)
     base = world.from_rank_zero(lambda: base_of(model))
     if chosen is not None:
         refuse_other_backend(chosen.manifest.files, trainer)
@@ -145,6 +146,8 @@ class StepsCallback(TrainerCallback):
         """Whether an evaluation follows this step."""
         self._held: dict[str, Any] | None = None
         """The record of the step that is being evaluated: it is written with the evaluation's losses."""
+        self._saved_at: int | None = None
+        """The step of the last save."""
         self._failed_save: Exception | None = None
         """What ended a save beside the training."""
         wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
@@ -153,6 +156,7 @@ class StepsCallback(TrainerCallback):
         wrap(trainer, "evaluate", self._evaluate)
         wrap(trainer, "get_train_dataloader", self._load_train_data)
         wrap(trainer, "get_eval_dataloader", _ignoring_signals)
+        wrap(trainer, "get_test_dataloader", _ignoring_signals)
         wrap(trainer, "_get_train_sampler", lambda original, *args: attached.order)
 
     # ---- beginning
@@ -179,6 +183,8 @@ class StepsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        renewed: Any = state.compute_steps  # how often to save, evaluate and log: until here as the checkpoint has it
+        renewed(args, state.max_steps)
         attached = self._attached
         attached.step = state.global_step
         peaks, laps = self._peaks or configured_rates(attached.optimizer), attached.context.laps
@@ -341,11 +347,15 @@ class StepsCallback(TrainerCallback):
 
     def _save(self, original: Any, model: Any, trial: Any) -> None:
         state = self._attached.trainer.state
+        if self._saved_at == state.global_step:  # the end of an epoch asks once more
+            return
+        self._settle(keep=0)  # of a save that a callback after this one asked for nothing was known
         self._append_held()
         is_scheduled = self._asked is Ask.NOTHING and state.global_step < state.max_steps
         try:
             is_asked = self._asked is Ask.SAVE
             save_checkpoint(self._attached, original, model, trial, may_be_beside=is_scheduled, is_asked=is_asked)
+            self._saved_at = state.global_step
         except Exception:  # a successor removes, under a zombie's hands, what that one has not published
             if self._attached.files is not None:
                 self._attached.files.check()
@@ -396,6 +406,7 @@ class StepsCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._settle(keep=0)
         finish_saving(self._attached)
         self._append_held()
         if self._attached.segment is not None:

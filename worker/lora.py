@@ -49,6 +49,14 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+def refuse_named_adapter(model: torch.nn.Module) -> None:
+    """RefusedError where peft saves the adapters in a folder of their own, in which no resume looks for them."""
+    names: Any = getattr(model, "peft_config", {"default": None})
+    if "default" not in names:
+        told = ", ".join(map(repr, names))
+        raise RefusedError(f"the adapter is named {told}: call get_peft_model without adapter_name", what="lora")
+
+
 def saved_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The adapters of ``model`` under the names that they are saved with."""
     import peft

@@ -137,6 +137,8 @@ class FastForward(BatchSampler):
     """
 
     def __init__(self, batches: BatchSampler, order: EpochOrder, num_behind: int) -> None:
+        self.batch_size, self.drop_last = batches.batch_size, batches.drop_last  # accelerate's loader reads them
+        self.num_processes = getattr(batches, "num_processes", 1)
         self._batches = batches
         self._order = order
         self._num_behind = num_behind

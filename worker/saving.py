@@ -37,8 +37,9 @@ from worker.contract.loss_history import Record
 from worker.contract.manifest import MANIFEST, FileEntry, Manifest
 from worker.contract.run_dir import checkpoint_name, checkpoint_step
 from worker.ema import Ema
-from worker.fits import optimizer_facts
+from worker.fits import missing_part, optimizer_facts
 from worker.guard import innermost
+from worker.leaving import RefusedError
 from worker.probe import are_finite, own_weights, probe_loss, probe_samples
 from worker.randomness import random_digest
 from worker.resume import platform_of
@@ -297,6 +298,8 @@ def _publish(staged: _Staged, files: dict[str, FileEntry]) -> None:
     assert attached.files is not None
     run, start, step = attached.context.run, attached.context.start, staged.step
     folder = staged.folder / checkpoint_name(step)
+    if missing := missing_part(files):
+        raise RefusedError(f"{checkpoint_name(step)} was saved without {missing}: no resume could begin from it")
     sync_folders(folder)
     finite = staged.are_finite and are_finite(staged.unseen)
     publish_message(folder / MANIFEST, as_of.manifest.model_copy(update={"files": files, "weights_finite": finite}))

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +43,7 @@ from worker.pulse import Heart
 from worker.resume import Chosen, choose
 from worker.saving import finish_saving
 from worker.setup import build_trainer
+from worker.staging import clear_own_staging
 from worker.start import Start
 
 _BAD_INPUT = (DataError, EmaError, ModelError, UnusableFileError)
@@ -69,7 +71,7 @@ def run_to_exit(run: RunDir, start: Start, alter: Callable[[Context], Context] =
     try:
         train(run, start, progress, alter)
         code = EXIT_CODE_OF_OUTCOME[Outcome.DONE]
-        _report(run, start, progress, None)
+        report(run, start, progress, None)
     except BaseException as error:  # noqa: BLE001 (whatever ends a trainer is reported, and ends it)
         code = exit_code_of(error)
         if is_in_order(error):
@@ -77,7 +79,7 @@ def run_to_exit(run: RunDir, start: Start, alter: Callable[[Context], Context] =
         else:
             _log.error("%s: %s", type(error).__name__, error, exc_info=code == _CRASHED)
         _let_save_finish(progress, error)
-        _report(run, start, progress, error)
+        report(run, start, progress, error)
     leave(code)
 
 
@@ -102,7 +104,7 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_CODE_OF_OUTCOME[Outcome.REFUSED] if isinstance(error, _BAD_INPUT) else _CRASHED
 
 
-def _report(run: RunDir, start: Start, progress: Progress, error: BaseException | None) -> None:
+def report(run: RunDir, start: Start, progress: Progress, error: BaseException | None) -> None:
     """Leave what is known for the exit report."""
     attached = progress.attached
     known = TrainerError(
@@ -111,7 +113,15 @@ def _report(run: RunDir, start: Start, progress: Progress, error: BaseException 
         saved_step=attached.saved_step if attached else None,
         error=detail_of(error) if error else None,
     )
-    publish_message(run.error(start.attempt, start.restart, start.rank), known)
+    place = run.error(start.attempt, start.restart, start.rank)
+    try:
+        publish_message(place, known)
+    except OSError as full:
+        _log.error("%s: %s", place, full)
+        if start.rank == 0:
+            clear_own_staging(run, start.attempt, start.restart)  # what could not be saved may hold the last bytes
+        with suppress(OSError):
+            publish_message(place, known)
 
 
 def leave(code: int) -> NoReturn:
@@ -192,7 +202,16 @@ def _where_to_begin(run: RunDir, start: Start) -> tuple[Directive, Chosen | None
     if directive.attempt != start.attempt:
         raise FencedError(f"attempt {directive.attempt} is under way, and this is {start.attempt}")
     check_claim(run.claim(start.attempt), start.job_id, start.restart)
+    refuse_other_disk(run)
     return directive, choose(run, start.attempt, directive.resume_from, sizes_only=start.same_allocation)
+
+
+def refuse_other_disk(run: RunDir) -> None:
+    """RefusedError where a checkpoint could not be published by a rename."""
+    disk = run.path.stat().st_dev
+    for folder in (run.checkpoints, run.staging, run.quarantine):
+        if folder.exists() and folder.stat().st_dev != disk:
+            raise RefusedError(f"{folder} is on another file system than the run's folder: link that one as a whole")
 
 
 def _tell_of_data(run: RunDir, data: TrainingData) -> None:

@@ -499,3 +499,12 @@ class TestSurviving:
         old = [one(step) for step in range(1, 13)]
         new = [one(step, 2.0) for step in range(5, 7)]
         assert surviving([*old, *new]) == [*old[:4], *new]
+
+
+def test_a_number_that_is_nought_is_told_and_read_back(tmp_path: Path) -> None:
+    """As of an evaluation before the first step, which is not the record's own."""
+    fields = {"eval_loss": 5.5, "eval_step": 0, "data_wait_s": 0.0}
+    with HistoryWriter(tmp_path / "loss_history.json", lambda: None) as writer:
+        writer.append(one(1, **fields))
+    [read] = read_history(tmp_path / "loss_history.json")
+    assert (read.evaluated_step, read.data_wait_s) == (0, 0.0)

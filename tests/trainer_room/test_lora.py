@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.recipe_room.recipes import configured
 from tests.trainer_room.rig import TINY, Rig
 from worker.contract.manifest import complete_manifest
+from worker.leaving import RefusedError
+from worker.lora import refuse_named_adapter
 from worker.models import build_model, byte_tokenizer
 from worker.resume import choose
 
@@ -153,3 +156,13 @@ def test_adapters_of_a_sharded_base_in_half_precision_resume_bitwise(adapted: Ca
     for place in ("final", "final/ema"):
         assert adapters(disturbed.run.path / place) == adapters(undisturbed.run.path / place)
     loaded(undisturbed.run.final)
+
+
+def test_an_adapter_of_another_name_is_refused(tmp_path: Path) -> None:
+    import peft
+
+    model = AutoModelForCausalLM.from_pretrained(base(tmp_path / "base"))
+    wanted = peft.LoraConfig(target_modules=["q_proj"])
+    refuse_named_adapter(model)
+    with pytest.raises(RefusedError, match="the adapter is named 'mine': call get_peft_model without adapter_name"):
+        refuse_named_adapter(peft.get_peft_model(model, wanted, adapter_name="mine"))

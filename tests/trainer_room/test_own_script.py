@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
-from tests.trainer_room.rig import Rig, same_end, weights
+from tests.trainer_room.rig import Rig, copies_begin_the_history, same_end, weights
 from worker.contract.manifest import complete_manifest
 from worker.models import build_model
 
@@ -43,6 +43,46 @@ OWN_LOADER = """
     class Own(Trainer):
         def get_train_dataloader(self): ...
 
+"""
+
+
+OWN_SAVE = """
+    class Own(Trainer):
+        def _save_optimizer_and_scheduler(self, folder):
+            import torch
+            torch.save(self.lr_scheduler.state_dict(), f"{folder}/scheduler.pt")
+
+"""
+CALLBACKS = """
+import os, signal, torch
+from transformers import TrainerCallback
+
+class SignalledRows(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        assert torch.utils.data.get_worker_info() is not None
+        os.kill(os.getpid(), signal.SIGTERM)
+        return self.rows[index]
+
+class Mine(TrainerCallback):
+    def __init__(self, trainer, rows):
+        self.trainer, self.rows = trainer, SignalledRows(rows)
+
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        assert train_dataloader.total_batch_size == 4
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = control.should_save or state.global_step == 6
+        if state.global_step == 10:
+            self.trainer.predict(self.rows)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        control.should_save = True
 """
 
 
@@ -103,6 +143,24 @@ def test_a_spike_is_a_verdict(make_script: Callable[..., Rig]) -> None:
     assert not rig.run.final.exists()
 
 
+def test_callbacks_of_ones_own_save_look_and_predict(make_script: Callable[..., Rig]) -> None:
+    """On a device that nobody waits for: a save that is asked for after our callback has the record of its step."""
+    script = CALLBACKS + EXAMPLE.replace("train_dataset=rows", "train_dataset=rows.select(range(16))")
+    script = script.replace("use_cpu=True,", "use_cpu=True, dataloader_num_workers=1,")
+    script = script.replace(
+        "    context.attach(trainer)", "    context.attach(trainer); trainer.add_callback(Mine(trainer, rows))"
+    )
+    rig = make_script(script, module="example_with_callbacks")
+    rig.start(is_late=True, die_at=[7, "begin", signal.SIGKILL, 0])
+    rig.ends(-signal.SIGKILL)
+    assert rig.run.checkpoint_steps() == [4, 6]
+    rig.finish(restart=1, is_late=True)
+    assert [record.step for record in rig.history()] == list(range(1, 13))
+    assert rig.run.checkpoint_steps() == [4, 6, 8, 12]
+    copies_begin_the_history(rig)
+    assert not rig.run.quarantine.exists()
+
+
 def test_two_ranks(make_script: Callable[..., Rig]) -> None:
     rig = make_script(EXAMPLE, module="example_of_two")
     rig.finish(world=2)
@@ -116,6 +174,10 @@ def test_two_ranks(make_script: Callable[..., Rig]) -> None:
         ("def other(context): ...", "has no function main"),
         ("def main(context): ...", "it returned and had attached no Trainer"),
         (EXAMPLE.replace("    trainer.train(", "    dict("), "it returned at step 0 of 0; have it call trainer.train"),
+        (
+            EXAMPLE.replace("    trainer = Trainer(", f"{OWN_SAVE}    trainer = Own("),
+            "checkpoint-4 was saved without optimizer.pt: no resume could begin from it",
+        ),
         (EXAMPLE.replace("logging_steps=4,", "save_only_model=True,"), "save_only_model: leave it out"),
         (
             EXAMPLE.replace("    trainer = Trainer(", f"{OWN_LOADER}    trainer = Own("),

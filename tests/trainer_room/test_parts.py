@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from tests.contract_room.disks import fill, small_disk
 from worker.beginning import prove_scaler
 from worker.checkpoints import file_entries, kept_steps, retire
 from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.digest import digest_of as contract_digest_of
 from worker.contract.directive import Directive, publish_directive, read_directive
-from worker.contract.exit_report import NO_WORLD_ERROR
-from worker.contract.files import encode, publish_message
+from worker.contract.exit_report import NO_WORLD_ERROR, TrainerError
+from worker.contract.files import encode, publish_message, read_message
 from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_history, surviving
 from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.recovery_config import CheckpointConfig
@@ -37,7 +38,7 @@ from worker.segment import Segment, telling_records
 from worker.staging import clear_own_staging, clear_staging
 from worker.start import Start
 from worker.tap import peak_memory_bytes
-from worker.train import exit_code_of
+from worker.train import Progress, exit_code_of, refuse_other_disk, report
 from worker.world import NoWorldError, interface_of, join_world, own_address, refuse_lonely_tasks
 
 
@@ -401,6 +402,31 @@ def test_a_directive_that_cannot_be_read_is_no_news_and_a_claim_that_cannot_is_n
     run.claim(1).write_text("{", encoding="utf-8")
     with pytest.raises(OSError, match=r"claim\.json"):
         files.check()
+
+
+def test_what_ended_a_trainer_is_said_where_its_own_save_has_filled_the_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small") as run_dir:
+        run = RunDir(run_dir)
+        place, staged = run.error(1, 0, 0), run.staged(1, 0, 4)
+        for folder in (place.parent, staged):
+            folder.mkdir(parents=True)
+        fill(staged)
+        start = Start(attempt=1, restart=0, job_id="17", name="hf-1", rank=0, world=1, local_rank=0)
+        report(run, start, Progress(), VerdictError("a spike", what="spike"))
+        error = read_message(place, TrainerError)
+        assert error is not None
+        assert error.error is not None
+        assert (error.error.what, staged.exists()) == ("spike", False)
+
+
+def test_a_folder_of_checkpoints_on_another_file_system_is_refused(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small") as elsewhere:
+        run = RunDir(tmp_path / "run")
+        run.path.mkdir()
+        refuse_other_disk(run)
+        run.checkpoints.symlink_to(elsewhere)
+        with pytest.raises(RefusedError, match="checkpoints is on another file system"):
+            refuse_other_disk(run)
 
 
 def test_signals_are_flags_and_the_handlers_before_come_back() -> None:

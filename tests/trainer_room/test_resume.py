@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.trainer_room.rig import TINY, Launcher, Rig, same_end, sign_again, tiny_config, weights, write_text
+from tests.trainer_room.rig import (
+    TINY,
+    Launcher,
+    Rig,
+    evaluations,
+    same_end,
+    sign_again,
+    tiny_config,
+    weights,
+    write_text,
+)
 from worker.checkpoints import PROOF, Proof
 from worker.contract import config as configuration
 from worker.contract.files import publish_message, read_message
@@ -273,6 +283,19 @@ def test_a_signal_to_every_process_of_the_step_ends_no_data_worker(make_rig: Cal
         rig.ends(21)
         assert (rig.error(restart=restart).saved_step) == step + 1
     rig.finish(restart=2)
+
+
+def test_how_often_to_save_and_evaluate_may_change_between_two_starts(make_rig: Callable[..., Rig], text: Path) -> None:
+    rig = make_rig(data={"eval": str(text)})
+    rig.start(die_at=[5, "end", signal.SIGKILL, 0])
+    rig.ends(-signal.SIGKILL)
+    config = rig.config
+    training = config.training.model_copy(update={"eval_every": 3})
+    checkpoint = config.checkpoint.model_copy(update={"every_steps": 2})
+    configuration.write(rig.run.config, config.model_copy(update={"training": training, "checkpoint": checkpoint}))
+    rig.finish(restart=1)
+    assert rig.run.checkpoint_steps() == [4, 6, 8, 10, 12]
+    assert list(evaluations(rig, "eval_loss")) == [6, 9, 12]
 
 
 def test_the_rate_is_absolute_at_the_very_first_step_and_after_every_resume(make_rig: Callable[..., Rig]) -> None:

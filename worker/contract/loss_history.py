@@ -354,7 +354,7 @@ class HistoryWriter:
 
         It is neither built nor checked: nearly every step is one of these.
         """
-        told = {name: fields[name] for name in _PLAIN if fields[name] or name in _ALWAYS}
+        told = {name: fields[name] for name in _PLAIN if fields[name] is not None or name in _ALWAYS}
         self._append(told, is_urgent=False)
 
     def _append(self, told: dict[str, Any], *, is_urgent: bool) -> None:
@@ -401,10 +401,14 @@ class HistoryWriter:
 
 def _as_json(one: Record) -> dict[str, Any]:
     """A record's fields; what every reader asks for is always there, the rest only when it says something."""
-    told = {name: value for name, value in vars(one).items() if name in _ALWAYS or value not in (None, {}, False)}
+    told = {name: value for name, value in vars(one).items() if name in _ALWAYS or not _says_nothing(value)}
     return {
         name: value.model_dump(mode="json") if isinstance(value, Message) else value for name, value in told.items()
     }
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value is False or value == {}
 
 
 def _mend(path: Path, descriptor: int) -> tuple[int, Record | None]:
