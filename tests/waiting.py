@@ -10,9 +10,14 @@ T = TypeVar("T")
 
 
 def eventually(look: Callable[[], T], timeout_s: float = 60.0) -> T:
-    """The first true value of `look`, asked again and again; fails with the last one after `timeout_s`."""
+    """The first true value of `look`, asked again and again; fails with the last one after `timeout_s`.
+
+    A look that takes long is made less often: those who wait leave the processors to those they wait for.
+    """
     until = time.monotonic() + timeout_s
+    asked = time.monotonic()
     while not (value := look()):
         assert time.monotonic() < until, f"not within {timeout_s:g} s; the last look gave {value!r}"
-        time.sleep(0.05)
+        time.sleep(min(0.5, max(0.05, 9 * (time.monotonic() - asked))))
+        asked = time.monotonic()
     return value

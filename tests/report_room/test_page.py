@@ -24,8 +24,9 @@ from supervisor.journal import (
 )
 from supervisor.report.page import Facts, render
 from supervisor.report.page_data import MOST_POINTS, chart_data, thinned
+from tests.manifests import manifest
 from tests.report_room.stories import RECORDINGS, Story, a_start, long_records, one_spike, recorded
-from tests.supervisor_room.stage import config, manifest
+from tests.supervisor_room.stage import config
 from worker.contract.config import Config, without_secrets
 from worker.contract.loss_history import surviving
 from worker.contract.manifest import Health

@@ -17,13 +17,14 @@ from supervisor.runs import open_or_create
 from supervisor.supervised_run import SupervisedRun
 from supervisor.watch import Watched, one_pass
 from tests.fakes import FakeScheduler
+from tests.manifests import manifest
 from worker.contract.claim import Claim, take_claim
 from worker.contract.config import Config
 from worker.contract.directive import Directive, read_directive
 from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
 from worker.contract.files import publish_message
 from worker.contract.loss_history import BatchPosition, HistoryWriter, Probe, Start, record
-from worker.contract.manifest import MANIFEST, Manifest
+from worker.contract.manifest import MANIFEST
 from worker.contract.pulse import Phase, Pulse
 
 BEGIN = 1_700_000_000.0
@@ -264,29 +265,3 @@ class Stage:
         path = self.run_dir.exit_report(self.directive.attempt, restart, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_message(path, report)
-
-
-def manifest(step: int, attempt: int = 1, **changes: Any) -> Manifest:
-    fields: dict[str, Any] = {
-        "step": step,
-        "attempt": attempt,
-        "segment": 1,
-        "time": 0.0,
-        "epoch": 0.0,
-        "batches_into_epoch": step,
-        "samples_seen": step,
-        "world_size": 1,
-        "batch_size": 1,
-        "gradient_accumulation": 1,
-        "max_steps": 100,
-        "seed": 1,
-        "config_digest": "c",
-        "data_digest": "d",
-        "lr_scale": 1.0,
-        "weights_finite": True,
-        "probe_loss": 1.0,
-        "optimizer_steps": step,
-        "versions": {},
-        "files": {},
-    }
-    return Manifest(**fields | changes)

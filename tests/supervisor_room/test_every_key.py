@@ -10,7 +10,8 @@ import torch
 
 from slurm.job import JobState
 from supervisor.config_findings import all_places
-from tests.supervisor_room.stage import PREEMPTED, Stage, config, manifest
+from tests.manifests import manifest
+from tests.supervisor_room.stage import PREEMPTED, Stage, config
 from tests.supervisor_room.world import World
 from worker.checkpoints import kept_steps
 from worker.contract.config import Config

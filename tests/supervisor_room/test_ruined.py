@@ -8,7 +8,8 @@ from supervisor.report.accounting import account
 from supervisor.report.log_text import closing_summary
 from supervisor.ruined import ruin
 from supervisor.runs import standing
-from tests.supervisor_room.stage import Stage, manifest
+from tests.manifests import manifest
+from tests.supervisor_room.stage import Stage
 from worker.contract.exit_report import Outcome
 from worker.contract.loss_history import Record, read_history, record
 

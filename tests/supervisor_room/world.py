@@ -30,7 +30,8 @@ from supervisor.news import news
 from supervisor.observation import Observation
 from supervisor.policy import decide
 from supervisor.run_state import RunState
-from tests.supervisor_room.stage import BEGIN, config, manifest
+from tests.manifests import manifest
+from tests.supervisor_room.stage import BEGIN, config
 from worker.contract.claim import Claim
 from worker.contract.exit_report import ErrorDetail, ExitReport, Outcome
 from worker.contract.loss_history import BatchPosition, Probe, Record, Start

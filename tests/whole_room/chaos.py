@@ -23,7 +23,7 @@ from slurm.commands import SchedulerError
 from slurm.local_cluster.cluster import ClusterError, running
 from supervisor.fold import ending_of
 from supervisor.journal import Continued, SegmentStarted, Submitted
-from tests.whole_room import light, paced_train
+from tests.whole_room import light, light_trainer, paced_train
 from tests.whole_room.chaos_faults import FAULTS, Fault
 from tests.whole_room.chaos_watch import STEPS, Watch, digests, wrong_with
 from tests.whole_room.house import EXPLODING, House, environment, furnish
@@ -144,7 +144,7 @@ class Chaos:
 
 
 def chaos_house(folder: Path, env: dict[str, str], nodes: int, tasks: int, step_s: float, kind: str) -> House:
-    variables = {light.TRAINER: "tests.whole_room.paced_train", paced_train.STEP_S: str(step_s)}
+    variables = {light_trainer.TRAINER: "tests.whole_room.paced_train", paced_train.STEP_S: str(step_s)}
     cluster = {"kind": kind, "time_limit": "00:30:00", "nodes": nodes, "tasks_per_node": tasks, "cpus_per_task": 1}
     optimizer = {"name": "adamw", "learning_rate": 1e-3}
     house = furnish(

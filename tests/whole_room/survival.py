@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from slurm import parsing
 from slurm.local_cluster.cluster import Cluster, running
 from supervisor.journal import Continued, Event, Finished, SegmentStarted, Submitted
-from tests.whole_room import light
+from tests.whole_room import light, light_trainer
 from tests.whole_room.house import EXPLODING, House, environment, furnish
 from worker.contract.loss_history import Record, surviving
 
@@ -42,12 +42,12 @@ class Site:
     houses: list[House] = field(default_factory=list)
 
     def house(self, name: str = "tiny", variables: Mapping[str, str] | None = None, **sections: Any) -> House:
-        """A run's folder on this partition, with the light trainer; `variables` are of `tests.whole_room.light`."""
+        """A run's folder on this partition, with the light trainer; `variables` are of `light_trainer`."""
         cluster = {
             "kind": "slurm",
             "time_limit": "00:30:00",
             "partition": self.name,
-            "environment": {light.END: str(self.folder / name / MAY_END)} | dict(variables or {}),
+            "environment": {light_trainer.END: str(self.folder / name / MAY_END)} | dict(variables or {}),
         }
         settings = {
             "run": {"name": name, "dir": "runs"},

@@ -11,7 +11,8 @@ from supervisor.journal import SupervisorStarted, read_journal
 from supervisor.lease import read_holder
 from supervisor.supervise import read_state
 from tests.whole_room.house import environment, furnish, write_config
-from tests.whole_room.light import COMMAND, STEP_S
+from tests.whole_room.light import COMMAND
+from tests.whole_room.light_trainer import STEP_S
 from worker.contract.run_dir import RunDir
 
 pytestmark = pytest.mark.training

@@ -16,7 +16,7 @@ from tests.conftest import need
 from tests.contract_room.disks import fill, small_disk
 from tests.waiting import eventually
 from tests.whole_room.house import House
-from tests.whole_room.light import STEP_S
+from tests.whole_room.light_trainer import STEP_S
 from tests.whole_room.survival import Site, ends_whole, first_steps, jobs_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.training]

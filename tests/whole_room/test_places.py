@@ -25,7 +25,8 @@ from supervisor.lease import read_holder
 from tests.conftest import need
 from tests.waiting import eventually
 from tests.whole_room.house import KILL, House, send
-from tests.whole_room.light import DIE, STEP_S
+from tests.whole_room.light import DIE
+from tests.whole_room.light_trainer import STEP_S
 from tests.whole_room.survival import (
     Scenario,
     Site,

@@ -26,7 +26,7 @@ from supervisor.journal import (
 from tests.conftest import need
 from tests.waiting import eventually
 from tests.whole_room.house import KILL, House, parent_of, send
-from tests.whole_room.light import LAST_SAVE_S, REQUEUE, SAVE_S, STEP_S
+from tests.whole_room.light_trainer import LAST_SAVE_S, REQUEUE, SAVE_S, STEP_S
 from tests.whole_room.survival import (
     Scenario,
     Site,
