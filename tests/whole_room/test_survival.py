@@ -211,9 +211,9 @@ def drained(site: Site) -> None:
     node, job = site.node_of(house), site.job(house)
     site.cluster.ask("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=kernel update")
     drain = house.waits_for(DrainSeen)
+    seen = last_step(house)  # before the verb, which may take until the last step
     assert (drain.nodes, drain.job_id) == ((node,), job)
     assert house.json("status", "tiny")["runs"][0]["job"]["draining"] == [node]
-    seen = last_step(house)
     house.waits_for_step(seen + 20)
     assert len(first_steps(house)) == 1
     site.cluster.ask("scontrol", "requeue", job)
