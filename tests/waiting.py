@@ -18,6 +18,6 @@ def eventually(look: Callable[[], T], timeout_s: float = 60.0) -> T:
     asked = time.monotonic()
     while not (value := look()):
         assert time.monotonic() < until, f"not within {timeout_s:g} s; the last look gave {value!r}"
-        time.sleep(min(0.5, max(0.05, 9 * (time.monotonic() - asked))))
+        time.sleep(min(0.2, max(0.05, 9 * (time.monotonic() - asked))))
         asked = time.monotonic()
     return value
