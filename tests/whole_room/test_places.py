@@ -88,9 +88,11 @@ def own_node(site: Site) -> None:
 
 
 def embedded(site: Site, **sections: Any) -> House:
-    """A run whose supervisor lives in the worker's job, whose time limit comes long before its end."""
+    """A run whose supervisor lives in the worker's job, and does now; its time limit comes long before its end."""
     cluster = {"time_limit": "00:01:00"} | sections.pop("cluster", {})
-    return submitted(site, supervisor={"place": "embedded"}, cluster=cluster, **sections)
+    house = submitted(site, supervisor={"place": "embedded"}, cluster=cluster, **sections)
+    house.until(lambda: (holder := read_holder(house.run)) is not None and holder.job_id is not None)
+    return house
 
 
 def one_job(site: Site) -> None:
@@ -100,7 +102,6 @@ def one_job(site: Site) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
     site.cluster.ask("sacctmgr", "--immediate", "modify", "user", user, "set", f"qos+={site.name}")
     house = embedded(site, cluster={"qos": site.name}, training={"max_steps": 500})
-    house.until(lambda: (holder := read_holder(house.run)) is not None and holder.job_id is not None)
     refused = house.higgsfield("submit", "tiny.yaml")
     assert (refused.returncode, "holds this run" in refused.stderr) == (5, True), refused.stderr
     again = house.waits_for(Submitted, 2)
