@@ -52,7 +52,8 @@ SCRIPTS = {
             "figures +median of 2, in seconds",
             *(rf"{name} +{step}{figures(4)}$" for step in (3, 60) for name in ("plain Trainer", "higgsfield")),
             rf"plain Trainer +60 / 3{RATIO}{RATIO}$",
-            rf"higgsfield +60 / 3{RATIO}{RATIO} .*met$",
+            rf"higgsfield +60 / 3{RATIO}{RATIO}$",
+            *(rf"a {what} at step 60 beside one at 3 +1.05 +{NUMBER} .*met$" for what in ("save", "resume")),
         ],
     ),
     "saves": (
