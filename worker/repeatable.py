@@ -1,8 +1,11 @@
 """What no resume could repeat to the bit: refused by name, before the first step."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import Trainer
+import numpy as np
+import torch
+from transformers import EarlyStoppingCallback, Trainer
 
 from worker.contract.owned_fields import OWNED_FIELDS
 from worker.contract.tested import TRANSFORMERS_RANGE, is_tested
@@ -31,12 +34,34 @@ def refuse_what_cannot_repeat(trainer: Trainer) -> None:
         raise RefusedError("the training data has no length: an exact resume needs a map-style data set", what="data")
     if args.n_gpu > 1:
         raise RefusedError("one task with several GPUs would train with DataParallel; use one task a GPU", what="world")
+    if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
+        raise RefusedError(f"parallelism_config: {OWNED_FIELDS['parallelism_config']}", what="world")
     for name in _NEVER:
         if getattr(args, name, False):
             raise RefusedError(f"{name}: {OWNED_FIELDS[name]}", what=name)
-    if draws_random_numbers(trainer):
+    if not args.dataloader_in_order:
+        raise RefusedError(f"dataloader_in_order: {OWNED_FIELDS['dataloader_in_order']}", what="dataloader_in_order")
+    accelerator: Any = args.accelerator_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator, name):
+            mend = OWNED_FIELDS["accelerator_config"]
+            raise RefusedError(f"accelerator_config.{name}: {mend}", what="accelerator_config")
+    if any(isinstance(one, EarlyStoppingCallback) for one in trainer.callback_handler.callbacks):
+        mend = OWNED_FIELDS["load_best_model_at_end"]
+        raise RefusedError(f"EarlyStoppingCallback: {mend}", what="callback")
+    _refuse_data_that_change(trainer)
+
+
+def _refuse_data_that_change(trainer: Trainer) -> None:
+    if hasattr(trainer.train_dataset, "set_epoch"):
         raise RefusedError(
-            "the data set or its collator draws from the global random states: a resumed run would see other samples; "
+            "the data set has set_epoch: with other samples in each epoch no checkpoint could be proved; leave it out",
+            what="data",
+        )
+    change = change_of_data(trainer)
+    if change is not None:
+        raise RefusedError(
+            f"the data set or its collator {change}: a resumed run would see other samples; "
             "draw from a generator that is seeded by the sample's index",
             what="data",
         )
@@ -53,13 +78,37 @@ def refuse_other_samplers(trainer: Trainer) -> None:
             raise RefusedError(f"{kind} chooses its samples itself ({name}): a resume cannot repeat them", what="data")
 
 
-def draws_random_numbers(trainer: Trainer) -> bool:
-    """Whether a batch of the first, the middle or the last sample moves the random states of python, numpy or torch."""
+def change_of_data(trainer: Trainer) -> str | None:
+    """How the batch of the first, the middle or the last sample is not the same each time it is made, if it is not.
+
+    It moves the random states of python, numpy or torch, or a state of its own.
+    """
     samples: Any = trainer.train_dataset
     if len(samples) == 0:
-        return False
+        return None
+    indices = sorted({0, len(samples) // 2, len(samples) - 1})
     with random_states_aside():
         before = random_digest()
-        for index in sorted({0, len(samples) // 2, len(samples) - 1}):
-            batch_of(trainer, [index])
-        return random_digest() != before
+        first, again = ([batch_of(trainer, [index]) for index in indices] for _ in range(2))
+        if random_digest() != before:
+            return "draws from the global random states"
+    return None if _is_same(first, again) else "makes another batch of the same sample when it is asked again"
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """By the bytes of tensors; what holds no plain values is not looked into."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor) and one.layout == torch.strided:
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bytes_of(one), _bytes_of(other))
+    if isinstance(one, np.ndarray):
+        return _is_same(one.tolist(), other.tolist())
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return not isinstance(one, str | bytes | int | float) or repr(one) == repr(other)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

@@ -4,7 +4,6 @@ import json
 import random
 import signal
 import tomllib
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import ParallelismConfig
+from transformers import DataCollatorForLanguageModeling, EarlyStoppingCallback, Trainer, TrainingArguments
 
 from tests.trainer_room.rig import Rig, same_end, write_text
 from worker.contract.manifest import complete_manifest
@@ -21,7 +22,7 @@ from worker.fits import missing_part
 from worker.leaving import RefusedError
 from worker.models import byte_tokenizer
 from worker.randomness import random_digest
-from worker.repeatable import refuse_untested, refuse_what_cannot_repeat
+from worker.repeatable import refuse_other_samplers, refuse_untested, refuse_what_cannot_repeat
 
 pytestmark = pytest.mark.training
 
@@ -112,14 +113,19 @@ def test_data_that_draw_random_numbers_are_refused(make_rig: Callable[..., Rig])
     assert not rig.run.history.exists()
 
 
-def trainer(train_dataset: Any = (1,), data_collator: Any = list, **fields: Any) -> Any:
-    told = {"n_gpu": 0, "dataloader_persistent_workers": False, "ignore_data_skip": False, **fields}
-    return types.SimpleNamespace(
-        args=types.SimpleNamespace(**told),
-        train_dataset=train_dataset,
-        data_collator=data_collator,
-        _get_collator_with_removed_columns=lambda collator, description: collator,
-    )
+def trainer(
+    train_dataset: Any = (1,),
+    data_collator: Any = list,
+    callbacks: Any = None,
+    num_gpus: int = 0,
+    kind: type[Trainer] = Trainer,
+    **fields: Any,
+) -> Trainer:
+    """The real one, as a script of a person's own would make it."""
+    args = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], remove_unused_columns=False, **fields)
+    args._n_gpu = num_gpus
+    model = torch.nn.Linear(1, 1)
+    return kind(model, args, data_collator=data_collator, train_dataset=train_dataset, callbacks=callbacks)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,12 @@ def trainer(train_dataset: Any = (1,), data_collator: Any = list, **fields: Any)
     [
         ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers"),
         ({"ignore_data_skip": True}, "ignore_data_skip"),
-        ({"n_gpu": 2}, "world"),
+        ({"num_gpus": 2}, "world"),
+        ({"dataloader_in_order": False}, "dataloader_in_order"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config"),
+        ({"callbacks": [EarlyStoppingCallback()]}, "callback"),
+        ({"save_only_model": True}, "save_only_model"),
     ],
 )
 def test_settings_that_cannot_be_repeated_are_refused(fields: dict[str, Any], what: str) -> None:
@@ -135,6 +146,26 @@ def test_settings_that_cannot_be_repeated_are_refused(fields: dict[str, Any], wh
     with pytest.raises(RefusedError) as caught:
         refuse_what_cannot_repeat(trainer(**fields))
     assert caught.value.what == what
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any: ...
+
+
+def test_a_trainer_that_chooses_its_samples_itself_is_refused() -> None:
+    refuse_other_samplers(trainer())
+    expected = r"OwnLoader chooses its samples itself \(get_train_dataloader\)"
+    with pytest.raises(RefusedError, match=expected):
+        refuse_other_samplers(trainer(kind=OwnLoader))
+
+
+@pytest.mark.parametrize("kind", ["tp", "cp", "sp"])
+def test_ranks_that_share_a_batch_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharing = trainer()
+    config = ParallelismConfig(**{f"{kind}_size": 2})
+    monkeypatch.setattr(sharing.accelerator.state, "parallelism_config", config, raising=False)
+    with pytest.raises(RefusedError, match="every rank trains on batches of its own"):
+        refuse_what_cannot_repeat(sharing)
 
 
 DRAWS: dict[str, Callable[[], object]] = {
@@ -179,10 +210,28 @@ def test_a_collator_that_draws_is_found(source: str) -> None:
 @pytest.mark.parametrize(
     ("size", "made"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (1_000_000, [0, 500_000, 999_999])]
 )
-def test_a_few_samples_are_looked_at_and_none_twice(size: int, made: list[int]) -> None:
+def test_a_few_samples_are_looked_at_twice(size: int, made: list[int]) -> None:
     samples = Counting(size, size, random.random)
     refuse_what_cannot_repeat(trainer(train_dataset=samples))
-    assert samples.made == made
+    assert samples.made == made * 2
+
+
+def test_a_collator_with_a_generator_of_its_own_is_found() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "mask_token": "<mask>"})
+    rows = [{"input_ids": list(range(40))} for _ in range(9)]
+    refuse_what_cannot_repeat(trainer(rows, DataCollatorForLanguageModeling(tokenizer, mlm=False)))
+    with pytest.raises(RefusedError, match="makes another batch of the same sample"):
+        refuse_what_cannot_repeat(trainer(rows, DataCollatorForLanguageModeling(tokenizer, mlm=True, seed=3)))
+
+
+class PerEpoch(Counting):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def test_samples_that_are_others_in_each_epoch_are_refused() -> None:
+    with pytest.raises(RefusedError, match="set_epoch"):
+        refuse_what_cannot_repeat(trainer(PerEpoch(9, 9, random.random)))
 
 
 PLAIN = {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"}

@@ -86,6 +86,7 @@ OWNED_FIELDS: dict[str, str] = {
     "accelerator_config": _EXACT,
     "remove_unused_columns": "leave it out: the worker's own batches hold only what the model takes",
     # The processes.
+    "parallelism_config": "leave it out: every rank trains on batches of its own",
     "local_rank": _WORLD,
     "ddp_backend": _WORLD,
     "ddp_timeout": _WORLD,
@@ -114,7 +115,7 @@ _FREE = """
     ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph debug deepspeed eval_accumulation_steps
     eval_do_concat_batches eval_use_gather_object fp16_full_eval fsdp fsdp_config full_determinism
     gradient_checkpointing_kwargs include_for_metrics include_num_input_tokens_seen label_names label_smoothing_factor
-    liger_kernel_config log_level log_level_replica log_on_each_node neftune_noise_alpha parallelism_config project
+    liger_kernel_config log_level log_level_replica log_on_each_node neftune_noise_alpha project
     skip_memory_metrics tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
     trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_cpu use_liger_kernel
 """
