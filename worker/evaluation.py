@@ -35,5 +35,15 @@ def evaluated(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 def evaluation_is_missing(args: TrainingArguments, state: TrainerState) -> bool:
     """Whether the step that was resumed from is to be evaluated and is not: one that is asked to leave has no time."""
-    is_due = args.eval_strategy == "steps" and state.global_step > 0 and state.global_step % int(state.eval_steps) == 0
-    return is_due and not any(evaluated(one) for one in state.log_history if one.get("step") == state.global_step)
+    lines = [one for one in state.log_history if one.get("step") == state.global_step]
+    return _is_due(args, state) and not any(evaluated(one) for one in lines)
+
+
+def _is_due(args: TrainingArguments, state: TrainerState) -> bool:
+    if state.global_step == 0:
+        return False
+    if args.eval_strategy == "epoch":
+        epoch = state.epoch or 0.0
+        return epoch.is_integer() and epoch >= args.eval_delay
+    is_due = args.eval_strategy == "steps" and state.global_step % int(state.eval_steps) == 0
+    return is_due and state.global_step >= args.eval_delay

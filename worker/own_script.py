@@ -46,6 +46,7 @@ class ScriptContext:
         self.attached: Attached | None = None
         self._context = context
         self._ending: BaseException | None = None
+        self._has_trained = False
 
     def training_fields(self) -> dict[str, Any]:
         """Fields for TrainingArguments, or a subclass of it, as ``training`` of the configuration says.
@@ -75,6 +76,11 @@ class ScriptContext:
 
     def _train(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self._ending is not None:
+                raise self._ending
+            if self._has_trained:
+                raise RefusedError(f"{_KEY}: trainer.train was called twice; one run trains once", what="entrypoint")
+            self._has_trained = True
             return original(*args, **kwargs)
         except BaseException as error:
             self._ending = error  # a script that catches it ends nothing
@@ -91,7 +97,10 @@ class ScriptContext:
             raise RefusedError(f"{_KEY}: it returned and had attached no Trainer", what="entrypoint")
         if attached.step < attached.trainer.state.max_steps or attached.step == 0:
             where = f"step {attached.step} of {attached.trainer.state.max_steps}"
-            raise RefusedError(f"{_KEY}: it returned at {where}; have it call trainer.train", what="entrypoint")
+            mend = "have it call trainer.train"
+            if self._has_trained:
+                mend = "a callback ended the training or an epoch early; leave that out: a run trains to its last step"
+            raise RefusedError(f"{_KEY}: it returned at {where}; {mend}", what="entrypoint")
         return attached
 
 

@@ -5,6 +5,8 @@ Computed at each save and again at the resume, it proves weights, model and data
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any, Final
 
 import torch
@@ -14,6 +16,7 @@ from worker import world
 from worker.fed import batch_of
 from worker.randomness import random_states_aside
 from worker.shards import own_part
+from worker.wrap import replaced
 
 _MOST_SAMPLES: Final = 4
 _ENOUGH_LABELS: Final = 31
@@ -62,12 +65,18 @@ def probe_loss(trainer: Trainer, num_samples: int | None = None) -> float | None
 
 
 def loss_on(trainer: Trainer, index: int) -> torch.Tensor:
-    """The loss of one training sample, as the Trainer computes it."""
+    """The loss of one training sample, as the Trainer computes it; without a trace in the metrics that trl logs."""
     model: Any = trainer.model
     inputs = trainer._prepare_inputs(batch_of(trainer, [index]))
-    with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
+    with _metrics_aside(trainer), trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
         loss: Any = trainer.compute_loss(model, inputs)
         return loss  # type: ignore[no-any-return]
+
+
+def _metrics_aside(trainer: Trainer) -> AbstractContextManager[None]:
+    if not hasattr(trainer, "_metrics"):
+        return nullcontext()
+    return replaced(trainer, "_metrics", deepcopy(trainer._metrics))
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:

@@ -27,9 +27,10 @@ def main(context):
     model = AutoModelForCausalLM.from_pretrained(folder)
     rows = load_dataset("json", data_files=context.config.data.train, split="train")
     fields = context.training_fields() | {"max_length": 64, "gradient_checkpointing": False}
+    fields |= {"eval_strategy": "steps", "eval_steps": 6}
     trainer = SFTTrainer(
         model=model, args=SFTConfig(**fields), train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        eval_dataset=rows.select(range(4)), processing_class=AutoTokenizer.from_pretrained(folder),
     )
     context.attach(trainer)
     try:
@@ -39,11 +40,16 @@ def main(context):
 """
 
 
-OWN_LOADER = """
-    class Own(Trainer):
-        def get_train_dataloader(self): ...
+STOPS = """
+    from transformers import TrainerCallback
 
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    trainer.add_callback(Stops())
 """
+RESUMED = "    trainer.train(resume_from_checkpoint=context.resume_from)"
 
 
 OWN_SAVE = """
@@ -110,6 +116,12 @@ def make_script(make_rig: Callable[..., Rig], tmp_path: Path) -> Callable[..., R
     return make
 
 
+def metrics_of_trl(rig: Rig) -> list[tuple[int, float]]:
+    """What its evaluations found, in which a probe would be seen."""
+    lines = json.loads((rig.run.checkpoint(12) / "trainer_state.json").read_text())["log_history"]
+    return [(line["step"], line["eval_entropy"]) for line in lines if "eval_entropy" in line]
+
+
 def error_of(rig: Rig, restart: int = 0) -> str:
     rig.finish(23, restart=restart)
     error = rig.error(restart=restart).error
@@ -128,6 +140,7 @@ def test_a_kill_changes_no_bit(make_script: Callable[..., Rig], script: str) -> 
     cut.ends(-signal.SIGKILL)
     cut.finish(restart=1)
     same_end(whole, cut)
+    assert metrics_of_trl(whole) == metrics_of_trl(cut)
     assert weights(cut.run.final) != weights(cut.run.final / "ema")
     for step in (4, 8, 12):
         complete_manifest(cut.run.checkpoint(step))
@@ -178,10 +191,13 @@ def test_two_ranks(make_script: Callable[..., Rig]) -> None:
             EXAMPLE.replace("    trainer = Trainer(", f"{OWN_SAVE}    trainer = Own("),
             "checkpoint-4 was saved without optimizer.pt: no resume could begin from it",
         ),
-        (EXAMPLE.replace("logging_steps=4,", "save_only_model=True,"), "save_only_model: leave it out"),
         (
-            EXAMPLE.replace("    trainer = Trainer(", f"{OWN_LOADER}    trainer = Own("),
-            "Own chooses its samples itself (get_train_dataloader)",
+            EXAMPLE.replace(RESUMED, STOPS + RESUMED),
+            "it returned at step 2 of 12; a callback ended the training or an epoch early",
+        ),
+        (
+            EXAMPLE.replace("max_steps=12", "max_steps=1").replace(RESUMED, f"{RESUMED}\n{RESUMED}"),
+            "trainer.train was called twice",
         ),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.contract_room.disks import fill, small_disk
 from worker.beginning import prove_scaler
@@ -28,6 +29,7 @@ from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.recovery_config import CheckpointConfig
 from worker.contract.run_dir import RunDir
 from worker.documents import DataError
+from worker.evaluation import evaluation_is_missing
 from worker.interrupts import Ask, RunFiles, Signals
 from worker.leaving import AskedToLeaveError, ProofError, RefusedError, VerdictError
 from worker.probe import probe_samples, weights_are_finite
@@ -532,6 +534,41 @@ def test_a_probe_takes_the_fewest_samples_with_something_to_tell(learned: list[i
         _get_collator_with_removed_columns=lambda collator, description: collator,
     )
     assert probe_samples(trainer) == expected
+
+
+class Missing(TrainerCallback):
+    """Notes, at each save and after each evaluation, whether one is missing at this step."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[int, bool]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.noted.append((state.global_step, evaluation_is_missing(args, state)))
+
+    on_evaluate = on_save
+
+
+class Linear(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        return {"loss": (super().forward(x) - labels).square().mean(), "logits": x}
+
+
+@pytest.mark.parametrize(("delay", "missing"), [(0, [2, 4]), (2, [4])])
+def test_an_evaluation_at_the_end_of_an_epoch_is_missing_until_it_is_made(
+    tmp_path: Path, delay: int, missing: list[int]
+) -> None:
+    """Two steps an epoch, from the Trainer itself and after a resume in the middle of one."""
+    args = TrainingArguments(
+        tmp_path, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=5, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, eval_strategy="epoch", eval_delay=delay, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    rows: Any = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 8
+    for resumed in (None, str(tmp_path / "checkpoint-1")):
+        notes = Missing()
+        trainer = Trainer(Linear(1, 1), args, train_dataset=rows, eval_dataset=rows, callbacks=[notes])
+        trainer.train(resume_from_checkpoint=resumed)
+        assert [step for step, is_missing in notes.noted if is_missing] == missing
+        assert [(step, False) in notes.noted for step in missing] == [True] * len(missing)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
