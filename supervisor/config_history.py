@@ -30,6 +30,18 @@ _ADVISED: Final = (
     "model.dtype",
 )
 """How keys begin that a diagnosis names, or that do the same."""
+_BATCH: Final = "the global batch"
+_FIXED: Final = {
+    "training.batch_size": _BATCH,
+    "training.gradient_accumulation": _BATCH,
+    "training.max_steps": "the number of steps",
+    "training.epochs": "the number of steps",
+    "run.seed": "the seed",
+    "data.": "the data",
+    "model.": "the model",
+}
+"""How keys begin by which a resume would be another training than the checkpoint's, and what that changes."""
+_NOT_FIXED: Final = frozenset({"data.eval", "data.max_bad_rows", "data.workers", "model.attention"})
 
 
 def by_key(config: Config) -> dict[str, Any]:
@@ -74,6 +86,29 @@ def changed_since(events: Sequence[Event], config: Config, attempt: int) -> dict
     known = values_of(events, attempt)
     found = {} if known is None else _differences(known, by_key(config))
     return {key: values for key, values in found.items() if key.startswith(_ADVISED)}
+
+
+def fixed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """What of the training two configurations differ in that no resume can change, each with its keys."""
+    found: dict[str, dict[str, tuple[Any, Any]]] = {}
+    is_same_batch = _sequences(old) == _sequences(new)
+    changed = _differences(old, new)
+    for prefix, what in _FIXED.items():
+        for key in changed:
+            if key.startswith(prefix) and key not in _NOT_FIXED and not (what == _BATCH and is_same_batch):
+                found.setdefault(what, {})[key] = changed[key]
+    return found
+
+
+def _sequences(values: dict[str, Any]) -> int:
+    """Those of a rank and an optimizer step."""
+    return int(values.get("training.batch_size", 1) * values.get("training.gradient_accumulation", 1))
+
+
+def fixed_since(events: Sequence[Event], config: Config, attempt: int) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """The same of ``config`` and what ``attempt`` was begun with, as far as that is known."""
+    known = values_of(events, attempt)
+    return {} if known is None else fixed(known, by_key(config))
 
 
 def rate_of_attempt(events: Sequence[Event], config: Config, attempt: int) -> float | None:

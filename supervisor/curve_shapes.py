@@ -1,13 +1,13 @@
 """Symptoms of a run as a whole: each says with its figures what speaks for it; nothing, for none.  Pure."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
 from supervisor.evidence import Evidence, is_nonfinite, is_scaler_skip, median_of
 from supervisor.journal import GaveUp, HangSeen, WorkerLeft
-from worker.contract.exit_report import Outcome
+from worker.contract.exit_report import PROOF_ERROR, ErrorDetail, Outcome
 from worker.contract.loss_history import Record
 from worker.contract.words import count
 
@@ -102,12 +102,34 @@ def scaler_at_work(evidence: Evidence) -> Says:
 
 
 def proof_failed(evidence: Evidence) -> Says:
-    """A start refused a checkpoint, because what it holds did not come out again."""
+    """A start refused a checkpoint, because what it holds did not come out again, and nothing was trained since."""
+    return _came_out(left for left in evidence.refusals if left.attempt >= evidence.last_trained)
+
+
+def proof_failed_before(evidence: Evidence) -> Says:
+    """The same, and the run went on."""
+    return _came_out(left for left in evidence.refusals if left.attempt < evidence.last_trained)
+
+
+def _came_out(refusals: Iterable[WorkerLeft]) -> Says:
     return tuple(
         f"attempt {left.attempt}: {left.error.what} was {left.error.expected} and came out as {left.error.found}"
-        for left in evidence.refusals
-        if left.error is not None
+        for left in refusals
+        if left.error is not None and not _is_of_settings(left.error)
     )
+
+
+def settings_changed(evidence: Evidence) -> Says:
+    """The last start refused what a person set, and nothing was trained since."""
+    last = evidence.refusals[-1] if evidence.refusals else None
+    if last is None or last.error is None or not _is_of_settings(last.error) or last.attempt < evidence.last_trained:
+        return ()
+    return (f"attempt {last.attempt}: {last.error.what} is {last.error.found} and was {last.error.expected}",)
+
+
+def _is_of_settings(error: ErrorDetail) -> bool:
+    """Whether what differs was set, and not read from the checkpoint."""
+    return error.type != PROOF_ERROR and error.found is not None
 
 
 def ended_badly(evidence: Evidence) -> Says:

@@ -27,14 +27,16 @@ from supervisor.blow_ups import (
     suddenly_infinite,
     within_first_steps,
 )
-from supervisor.config_history import named
+from supervisor.config_history import fixed_since, named
 from supervisor.curve_shapes import (
     at_regular_distances,
     ended_badly,
     proof_failed,
+    proof_failed_before,
     rebound,
     scale_only_falls,
     scaler_at_work,
+    settings_changed,
     slowed_down,
     stuck_high,
     waits_for_data,
@@ -96,6 +98,13 @@ def _by(setting: Callable[[Config], str]) -> Callable[[Evidence | Incident], str
 def _older_checkpoint(incident: Incident) -> str:
     name = incident.evidence.config.run.name
     return f"begin before {incident.resumed_from}: higgsfield rollback {name} --to STEP --lr-scale 1"
+
+
+def _put_back(evidence: Evidence) -> str:
+    changed = fixed_since(evidence.events, evidence.config, max(1, evidence.last_trained))
+    keys = {key: values for of_what in changed.values() for key, values in of_what.items()}
+    what = f"what was changed ({named(keys)})" if keys else "that in the config, the data or the script"
+    return f"put back {what} and resume, or begin a new run under another run.name"
 
 
 def _half_the_rate(config: Config) -> str:
@@ -231,6 +240,10 @@ SPECIFIC: Final[Sequence[Row[Evidence]]] = (
         "a proof that failed", "the restore", "sure", proof_failed,
         _say("look at the disk that holds the checkpoints; higgsfield doctor checks it"), "again",
     ),
+    Row(
+        "other settings than the checkpoint's", "the config, the data or the script were changed", "sure",
+        settings_changed, _put_back,
+    ),
 )  # fmt: skip
 """Of the run, and more telling than any verdict."""
 
@@ -259,6 +272,10 @@ HARMLESS: Final[Sequence[Row[Evidence]]] = (
         "fp16 overflows that the scaler caught", "a false alarm: so it finds its scale", "sure", scaler_at_work,
         _say("nothing"),
     ),
+    Row(
+        "a proof that had failed", "a restore, after which the run went on", "sure", proof_failed_before,
+        _say("nothing"),
+    ),
 )  # fmt: skip
 """What a healthy run may have as well."""
 
@@ -278,7 +295,7 @@ def explain(evidence: Evidence, attempt: int) -> Diagnosis | None:
     of_attempt = [one for one in evidence.verdicts if one.verdict.attempt == attempt]
     if not of_attempt:
         refused = [one for one in evidence.refusals if one.attempt == attempt]
-        return SPECIFIC[-1].asked(evidence) if refused else None
+        return next(_asked(SPECIFIC[-2:], evidence), None) if refused else None
     last = of_attempt[-1]
     regular = SPECIFIC[0].asked(evidence) if last.is_nonfinite else None
     return regular or _first(last)

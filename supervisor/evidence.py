@@ -53,9 +53,14 @@ class Evidence:
 
     @cached_property
     def refusals(self) -> list[WorkerLeft]:
-        """Starts that refused a checkpoint because what it holds did not come out again."""
+        """Starts that refused a checkpoint because what it holds came out differently, or what is set does."""
         left = [event for event in self.events if isinstance(event, WorkerLeft)]
         return [one for one in left if one.outcome is Outcome.REFUSED and one.error and one.error.expected is not None]
+
+    @property
+    def last_trained(self) -> int:
+        """The newest attempt that made a step; 0 where none did."""
+        return self.records[-1].attempt if self.records else 0
 
     @property
     def interrupted_by(self) -> list[str]:

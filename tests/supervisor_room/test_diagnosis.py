@@ -134,6 +134,10 @@ HISTORIES: dict[str, Callable[[], Evidence]] = {
     ),
     "at once after a resume": lambda: of(CALM, spike(401, 403, 2, start("checkpoint-400")), events=[begun(2, "crash")]),
     "a proof that failed": lambda: of(CALM, events=[refusal(2), begun(3, "refused")]),
+    "a proof that had failed": lambda: of(
+        CALM, steps(381, 500, 3, start("checkpoint-380")), events=[refusal(2), begun(3, "refused")]
+    ),
+    "other settings than the checkpoint's": lambda: of(CALM, events=[changed(2)]),
     "before any update": lambda: of(nonfinite(1, begun=FRESH, lr=0.0)),
     "not finite from the first steps": lambda: of(steps(1, 9, begun=FRESH), nonfinite(10)),
     "above the optimizer's rate": lambda: of(CALM, spike(401, 403), name="lion", rate=2e-5),
@@ -177,6 +181,12 @@ HISTORIES: dict[str, Callable[[], Evidence]] = {
 
 def refusal(attempt: int) -> WorkerLeft:
     error = ErrorDetail(type=PROOF_ERROR, message="no", what="probe loss", expected="1.0", found="2.0")
+    return WorkerLeft(attempt=attempt, outcome=Outcome.REFUSED, error=error)
+
+
+def changed(attempt: int) -> WorkerLeft:
+    """Refused because a person changed what no resume can change."""
+    error = ErrorDetail(type="RefusedError", message="no", what="global_batch", expected="12", found="8")
     return WorkerLeft(attempt=attempt, outcome=Outcome.REFUSED, error=error)
 
 
@@ -326,6 +336,20 @@ def test_what_is_to_be_tried_goes_by_the_configuration() -> None:
     assert tried(sgd) == "training.optimizer.learning_rate: 0.01; sgd at 2e-05 hardly moves"
     assert tried(HISTORIES["slow: waiting for data"]()) == "nothing"
     assert diagnose(HISTORIES["slow: waiting for data"]())[1].next == "data.workers: 4"
+
+
+def test_what_a_person_changed_is_to_be_put_back_and_is_over_once_the_run_went_on() -> None:
+    refused, now = changed(2), HISTORIES["other settings than the checkpoint's"]()
+    [said] = diagnose(now)
+    assert said.cure is None
+    assert said.evidence == ("attempt 2: global_batch is 8 and was 12",)
+    assert "disk" not in said.next
+    values = by_key(now.config) | {"training.batch_size": 48}
+    made = RunCreated(run_id="r", config_digest="d", versions={}, config=values)
+    [said] = diagnose(replace(now, events=[made, begun(1, "first"), begun(2, "resumed"), refused]))
+    assert said.next.startswith("put back what was changed (training.batch_size: 48 -> 32) and resume")
+    assert explain(now, 2) == diagnose(now)[0]
+    assert symptoms(of(CALM, steps(401, 500, 3, start("checkpoint-400")), events=[refused])) == ["healthy"]
 
 
 def test_other_software_after_a_resume_is_named() -> None:
