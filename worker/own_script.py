@@ -9,7 +9,7 @@ def main(context):
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -139,8 +139,8 @@ def digest_of_some(samples: Any) -> str:
 
 
 def _take_in(hasher: Any, value: Any) -> None:
-    """Plain values, lists, tensors and arrays by what they hold, anything else by its type."""
-    if isinstance(value, dict):
+    """Plain values, mappings, lists, tensors and arrays by what they hold, anything else by its type."""
+    if isinstance(value, Mapping):
         for name in sorted(value):
             hasher.update(f"{name}=".encode())
             _take_in(hasher, value[name])

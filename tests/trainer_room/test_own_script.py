@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BatchEncoding
 
 from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
 from tests.trainer_room.rig import Rig, copies_begin_the_history, same_end, weights
 from worker.contract.manifest import complete_manifest
 from worker.models import build_model
+from worker.own_script import digest_of_some
 
 pytestmark = pytest.mark.training
 PAGE = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text(encoding="utf-8")
@@ -217,3 +219,9 @@ def test_other_data_than_the_checkpoint_s(make_script: Callable[..., Rig], tmp_p
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text() + '{"text": "one more"}\n')
     assert "the samples, or the tokenizer, are not the same" in error_of(rig, restart=1)
+
+
+@pytest.mark.parametrize("made", [dict, BatchEncoding], ids=lambda made: made.__name__)
+def test_the_digest_of_data_sees_what_a_sample_holds(made: type[Any]) -> None:
+    digests = {digest_of_some([made({"input_ids": [1, last]})]) for last in (2, 3)}
+    assert len(digests) == 2
