@@ -8,13 +8,13 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from slurm.job import JobState
 from supervisor.budget import gpu_hours
-from supervisor.config_history import by_key
+from supervisor.config_history import by_key, fixed, named, surely_fixed
 from supervisor.fold import ending_of, replay
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, GaveUp, RunCreated, SegmentStarted, read_journal
@@ -95,17 +95,21 @@ def _check_same(run_dir: RunDir, config: Config, *, may_change: bool = False) ->
     if not run_dir.journal.exists():
         raise RunError(f"{run_dir.journal}: is gone; put it back, or choose another run.name")
     if there != config:
-        _check_change(run_dir, changed_keys(there, config), may_change)
+        _check_change(run_dir, there, config, may_change)
     if not os.access(run_dir.path, os.W_OK):
         raise RunError(f"{run_dir.path}: may not be written by you; run it as its owner or choose another run.dir")
 
 
-def _check_change(run_dir: RunDir, keys: Sequence[str], may_change: bool) -> None:
-    told, path = ", ".join(keys), run_dir.path
+def _check_change(run_dir: RunDir, there: Config, config: Config, may_change: bool) -> None:
+    keys, path = changed_keys(there, config), run_dir.path
+    told = ", ".join(keys)
     state = replay(read_journal(run_dir.journal)).state
     if not all(map(_leaves_the_training, keys)):
         mend = f"choose another run.name, or remove {path} to begin anew"
-        if state != "finished" and _SHAPE.isdisjoint(keys):
+        stays = fixed(by_key(there), by_key(config)) if complete_checkpoints(run_dir) else {}
+        if stays:
+            mend = f"{' and '.join(stays)} of a run cannot change; {mend}"
+        elif state != "finished" and _SHAPE.isdisjoint(keys):
             first = "" if state in OVER else f"`higgsfield stop {path}`, then "
             mend += f"; or let that run go on by it: {first}change {run_dir.config} and `higgsfield resume {path}`"
         raise RunError(f"{path}: another run has this name (it differs in {told}); {mend}")
@@ -114,6 +118,19 @@ def _check_change(run_dir: RunDir, keys: Sequence[str], may_change: bool) -> Non
     first = "" if state in OVER else f"`higgsfield stop {path}` first, then "
     mend = f"{first}submit this file, or change {run_dir.config} and `higgsfield resume {path}`"
     raise RunError(f"{path}: this run has another {told}; to go on with the new one {mend}")
+
+
+def refuse_other_training(run_dir: RunDir) -> None:
+    """RunError where a run that is over would be refused by its worker, for what its config.yaml has changed."""
+    config, manifests = contract_config.read(run_dir.config), complete_checkpoints(run_dir)
+    events = read_journal(run_dir.journal)
+    if not manifests or manifests[-1].adopted or not replay(events).is_over or config.training.entrypoint is not None:
+        return
+    for what, keys in surely_fixed(events, config, manifests[-1].attempt).items():
+        raise RunError(
+            f"{run_dir.path}: {what} of a run cannot change ({named(keys)}); put it back in {run_dir.config}, or begin "
+            "a new run under another run.name"
+        )
 
 
 def _leaves_the_training(key: str) -> bool:

@@ -137,11 +137,12 @@ def settings_of(manifest: Manifest) -> Settings:
 
 
 _WHY_SAME = {
-    "max_steps": "the whole schedule would move",
-    "seed": "the order of the data would change",
     "global_batch": "batch size x gradient accumulation x ranks must stay, or steps are not the same steps",
+    "seed": "the order of the data would change",
     "data_digest": "the samples, or the tokenizer, are not the same",
+    "max_steps": "the whole schedule would move",
 }
+"""By what is compared; the steps of a number of epochs follow from the others."""
 
 
 def refuse_changes(before: Settings, now: Settings) -> None:

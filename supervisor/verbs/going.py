@@ -16,7 +16,7 @@ from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
 from supervisor.requests import Request
-from supervisor.runs import RunError, find_run, open_or_create, refuse_spoilt
+from supervisor.runs import RunError, find_run, open_or_create, refuse_other_training, refuse_spoilt
 from supervisor.supervise import own_job_name, rate_that_stays, read_state, reopen, supervise, supervise_once
 from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say, sigterm_as_ctrl_c
 from supervisor.views import show_milestones
@@ -69,6 +69,7 @@ def submit(args: argparse.Namespace) -> int:
         say(f"{config.run.name} is finished already: {run_dir.path}")
         return OK
     if fleet is None or read_state(run_dir).is_over:
+        refuse_other_training(run_dir)
         _warn_of_rate_that_stays(run_dir, config)
         reopen(run_dir, config)
     start = _start_worker if is_embedded else _start_supervisor
@@ -146,6 +147,7 @@ def resume(args: argparse.Namespace) -> int:
         say(f"{run_dir.path.name} is finished already: {run_dir.path}")
         return OK
     refuse_spoilt(run_dir)
+    refuse_other_training(run_dir)
     _warn_of_rate_that_stays(run_dir, read_config(run_dir.config))
     try:
         with sigterm_as_ctrl_c():

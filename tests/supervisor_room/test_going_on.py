@@ -30,7 +30,7 @@ from supervisor.journal import (
     VerdictSeen,
 )
 from supervisor.lease import take_lease
-from supervisor.runs import open_or_create, standing
+from supervisor.runs import RunError, open_or_create, refuse_other_training, standing
 from supervisor.verbs import going
 from tests.fakes import FakeScheduler
 from tests.supervisor_room.stage import Stage
@@ -322,8 +322,17 @@ def changed_rate(config: Config, rate: float) -> Config:
     [
         (
             {"training": {"max_steps": 200}},
-            "another run has this name (it differs in training.max_steps); choose another run.name, or remove RUN to "
-            "begin anew; or let that run go on by it: change RUN/config.yaml and `higgsfield resume RUN`",
+            "another run has this name (it differs in training.max_steps); the number of steps of a run cannot change; "
+            "choose another run.name, or remove RUN to begin anew\n",
+        ),
+        (
+            {"training": {"batch_size": 2}, "data": {"max_tokens": 9}},
+            "differs in data.max_tokens, training.batch_size); the global batch and the data of a run cannot change",
+        ),
+        (
+            {"training": {"max_grad_norm": 3.0}, "data": {"workers": 2}},
+            "has this name (it differs in data.workers, training.max_grad_norm); choose another run.name, or "
+            "remove RUN to begin anew; or let that run go on by it: change RUN/config.yaml and `higgsfield resume RUN`",
         ),
         ({"cluster": {"nodes": 2}}, "another run has this name (it differs in cluster.nodes)"),
         (
@@ -340,6 +349,52 @@ def test_what_changes_the_training_is_another_run(
     assert said.replace("RUN", str(stage.run_dir.path)) in capsys.readouterr().err
     assert stage.run_dir.config.read_bytes() == before
     assert stage.state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"training": {"batch_size": 2}}, "the global batch of a run cannot change (training.batch_size: 1 -> 2)"),
+        ({"run": {"seed": 8}}, "the seed of a run cannot change (run.seed: 42 -> 8)"),
+        ({"data": {"shuffle": False}}, "the data of a run cannot change (data.shuffle: True -> False)"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["submit", "resume"])
+def test_what_no_resume_can_change_is_refused_before_a_job_is_spent(
+    stage: Stage, capsys: pytest.CaptureFixture[str], verb: str, sections: dict[str, dict[str, Any]], said: str
+) -> None:
+    file = other_file(stopped(stage), **sections)
+    stage.run_dir.config.write_text(file.read_text())
+    before, events = stage.submissions, stage.events
+    assert cli.main([verb, str(file if verb == "submit" else stage.run_dir.path)]) == cli.WRONG_INPUT
+    assert f"{said}; put it back in {stage.run_dir.config}" in capsys.readouterr().err
+    assert (stage.submissions, stage.events) == (before, events)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_refused"),
+    [
+        ({"training": {"batch_size": 2}}, True),
+        ({"training": {"batch_size": 2, "gradient_accumulation": 1}}, False),
+        ({"training": {"batch_size": 2}, "cluster": {"tasks_per_node": 2}}, False),
+        ({"data": {"train": "elsewhere.txt"}}, False),
+        ({"training": {"max_grad_norm": 3.0}}, False),
+        ({"training": {"batch_size": 2, "entrypoint": "mine:main"}}, False),
+    ],
+)
+def test_only_what_is_sure_is_refused(stage: Stage, changed: dict[str, dict[str, Any]], is_refused: bool) -> None:
+    run_dir = stopped(stage).run_dir
+    first, *others = run_dir.journal.read_text().splitlines(keepends=True)
+    made = json.loads(first)
+    made["config"]["training.gradient_accumulation"] = 2
+    run_dir.journal.write_text("".join([json.dumps(made) + "\n", *others]))
+    training = {"gradient_accumulation": 2} | changed.get("training", {})
+    run_dir.config.write_text(other_file(stage, **changed | {"training": training}).read_text())
+    if is_refused:
+        with pytest.raises(RunError, match="global batch"):
+            refuse_other_training(run_dir)
+    else:
+        refuse_other_training(run_dir)
 
 
 @pytest.mark.parametrize("verb", ["submit", "run"])

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from worker.fits import refuse_other_model
 from worker.leaving import RefusedError
 from worker.optimizers import schedule_factor
 from worker.order import EpochOrder
+from worker.resume import Settings, refuse_changes
 
 pytestmark = pytest.mark.training
 
@@ -270,6 +272,16 @@ def test_another_training_is_refused_by_name(make_rig: Callable[..., Rig], chang
     error = changed.error().error
     assert error is not None
     assert (error.type, error.what) == ("RefusedError", what)
+
+
+def test_what_a_person_changed_is_named_before_the_steps_that_follow_from_it() -> None:
+    before, now = Settings(594, 42, 12, "d"), Settings(1186, 42, 8, "e")
+    with pytest.raises(RefusedError, match=r"^global_batch is 8 and was 12"):
+        refuse_changes(before, now)
+    with pytest.raises(RefusedError, match=r"^data_digest is e and was d"):
+        refuse_changes(before, replace(now, global_batch=12))
+    with pytest.raises(RefusedError, match=r"^max_steps is 1186 and was 594"):
+        refuse_changes(before, replace(before, max_steps=1186))
 
 
 def test_a_signal_to_every_process_of_the_step_ends_no_data_worker(make_rig: Callable[..., Rig], text: Path) -> None:
