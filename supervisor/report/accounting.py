@@ -81,8 +81,9 @@ def account(events: Sequence[Event], records: Sequence[Record], now: float, node
         return Accounting((), ())
     records = [one for one in records if not one.adopted]  # those took nobody's time here
     segments = _segments(records)
+    told = list(_journal_marks(events, segments))
     marks = sorted(
-        [*_history_marks(events, segments, _survivors(records)), *_journal_marks(events, segments)],
+        [*_history_marks(events, segments, _survivors(records)), *_waits(events, segments, told), *told],
         key=lambda mark: mark.time,
     )
     spans = tuple(_spans(marks, _end(events, records, now), _nodes_of_attempts(events), nodes))
@@ -227,14 +228,30 @@ def _suspensions(events: Sequence[Event]) -> list[tuple[float, float]]:
 
 def _after_the_last(events: Sequence[Event], last: Record) -> Kind:
     """What followed the last step of a segment: the end of the run's training, a save and an exit, or nothing good."""
-    key = last.attempt, last.restart
-    reports = [e for e in events if isinstance(e, WorkerLeft) and (e.attempt, e.restart) == key]
-    left = next((e for e in reports if e.time >= last.time), None)
+    left = _left(events, last)
     if left is None:
         return "lost"
     if left.outcome is Outcome.DONE:
         return "finishing"
     return "saving" if left.outcome is Outcome.LEFT and left.saved_step == last.step else "lost"
+
+
+def _left(events: Sequence[Event], last: Record) -> WorkerLeft | None:
+    """How the start ended whose last step that is."""
+    key = last.attempt, last.restart
+    reports = [e for e in events if isinstance(e, WorkerLeft) and (e.attempt, e.restart) == key]
+    return next((e for e in reports if e.time >= last.time), None)
+
+
+def _waits(events: Sequence[Event], segments: Sequence[Sequence[Record]], told: Sequence[_Mark]) -> Iterator[_Mark]:
+    """When a worker had saved and left, and its job only waits to be killed: no word of that job came before."""
+    for segment in segments:
+        last = segment[-1]
+        left = _left(events, last)
+        if left is None or _after_the_last(events, last) != "saving":
+            continue
+        if not any(last.time <= mark.time <= left.time for mark in told):
+            yield _Mark(left.time, "lost", last.attempt, holds=True)
 
 
 # -- spans -------------------------------------------------------------------------------------------------------------

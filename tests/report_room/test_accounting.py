@@ -151,6 +151,22 @@ def test_a_save_before_a_leave_that_nobody_saw_lasts_until_the_job_ended_and_no_
         assert saved == pytest.approx(max(0.0, ended - last.time))
         lost = sum(span.seconds for span in found.spans if span.kind == "lost" and span.begin >= last.time)
         assert lost == pytest.approx(44 - saved)
+        assert {span.nodes for span in found.spans if span.kind == "lost" and span.begin >= last.time} == {0}
+
+
+def test_a_worker_that_has_saved_and_waits_to_be_killed_saves_no_more(tmp_path: Path) -> None:
+    story = healthy(tmp_path).story
+    last = story.records[-1]
+    before = [event for event in story.events if event.time < last.time]
+    left = WorkerLeft(outcome=Outcome.LEFT, step=last.step, saved_step=last.step, attempt=1, time=last.time + 4)
+    back = JobSeen(job_id="1", state="PENDING", restarts=1, attempt=1, time=last.time + 300)
+    found = Story([*before, left, back], story.records).accounting(now=last.time + 310)
+    after = [(span.kind, span.seconds, span.nodes) for span in found.spans if span.begin >= last.time]
+    assert after == [
+        ("saving", pytest.approx(4), 1),
+        ("lost", pytest.approx(296), 1),
+        ("queued", pytest.approx(10), 0),
+    ]
 
 
 def test_an_evaluation_between_two_steps_is_a_kind_of_its_own(tmp_path: Path) -> None:
