@@ -16,10 +16,9 @@ from supervisor.lease import OwnJob, SupersededError
 from supervisor.run_state import RunState
 from supervisor.supervise import JobEndsError, own_job_name, supervise
 from supervisor.supervised_run import SupervisedRun
+from worker.contract.exit_report import STAY_S
 from worker.contract.run_dir import RunDir
 
-_STAY_S: Final = 600.0
-"""How long a job that is put back into the queue waits to be killed: one that leaves before counts as completed."""
 _ASK_EVERY_S: Final = 10.0
 """Between two attempts to queue the next job, while the scheduler does not answer."""
 
@@ -102,4 +101,4 @@ def queue_next(scheduler: Scheduler, request: JobRequest, own: OwnJob) -> str:
 def _make_room(own: OwnJob) -> None:
     """Have a job that is being preempted put back into the queue, and stay until it is killed."""
     if requeue.main([own.job_id]) == 0:
-        time.sleep(_STAY_S)
+        time.sleep(STAY_S)

@@ -22,9 +22,11 @@ from supervisor.lease import is_gone, read_holder
 from supervisor.pace import between_steps, estimate, still_since, unread_text, whole_rounds
 from supervisor.report.advice import after_giving_up
 from supervisor.report.evaluations import evaluations
+from supervisor.report.figures import local_clock
 from supervisor.run_state import OVER, RunState
 from worker.contract import config as contract_config
 from worker.contract.config import Config, config_digest
+from worker.contract.exit_report import STAY_S, Outcome
 from worker.contract.files import UnusableFileError, append_line, encode, is_left, refuse_what_is_no_file
 from worker.contract.loss_history import HistoryReader, recent_records, surviving
 from worker.contract.manifest import complete_checkpoints, health
@@ -253,7 +255,8 @@ def standing(run_dir: RunDir, in_detail: bool, now: float | None = None) -> dict
     last = recent[-1] if recent else None
     holder, total = _holder(run_dir), _max_steps(config, events)
     own = [record for record in recent if record.segment == state.segment]
-    left = unread_text(run_dir, state)
+    unread = unread_text(run_dir, state)
+    left = unread or _waits_to_be_killed(state)
     is_alone = holder is None or holder["alive"] is False
     doing = None if left else between_steps(run_dir, state, now)
     still = own[-1].time if left and own else still_since(state, own, now, is_alone=is_alone)
@@ -275,7 +278,7 @@ def standing(run_dir: RunDir, in_detail: bool, now: float | None = None) -> dict
         "doing": doing,
         "still_since": still,
         "worker_left": left,
-        "reason": _stop_file(run_dir, state, left) or _reason(config, state),
+        "reason": _stop_file(run_dir, state, unread) or _reason(config, state),
     }
     return row | _details(run_dir, config, state, events) if in_detail else row
 
@@ -284,6 +287,17 @@ def unreadable(run_dir: RunDir, why: str) -> dict[str, Any]:
     """The row of a run whose files cannot be read: every number null."""
     row: dict[str, Any] = dict.fromkeys(_COLUMNS)
     return row | {"name": run_dir.path.name, "dir": str(run_dir.path), "state": "unreadable", "reason": why}
+
+
+def _waits_to_be_killed(state: RunState) -> str | None:
+    """That a worker which was preempted has left, and its job is still there; None where it is not so."""
+    left, job = state.left, state.job
+    if state.is_over or left is None or job is None or job.state != JobState.RUNNING.value:
+        return None
+    if left.outcome is not Outcome.LEFT or left.error is None or left.error.what != "preempted":
+        return None
+    until = local_clock(left.time + STAY_S)
+    return f"{left.reason or 'the worker left in order'}; its job waits to be killed, until {until} at the latest"
 
 
 def _stop_file(run_dir: RunDir, state: RunState, left: str | None) -> str | None:

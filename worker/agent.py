@@ -52,7 +52,7 @@ from worker.child import POLL_S, Child, log_tail, trainer_environment
 from worker.contract import config
 from worker.contract.claim import FencedError
 from worker.contract.directive import Directive
-from worker.contract.exit_report import TRACEBACK_LINES, ErrorDetail, Outcome
+from worker.contract.exit_report import STAY_S, TRACEBACK_LINES, ErrorDetail, Outcome
 from worker.contract.files import UnusableFileError
 from worker.contract.pulse import Hang, state_in_words
 from worker.contract.run_dir import RunDir
@@ -70,7 +70,6 @@ REQUEUE_AFTER_S = 60.0
 REQUEUE_TIMEOUT_S = 60.0
 JOB_IS_ENDING = 3
 """What the requeue command exits with where the scheduler ends this start already: nobody need stay."""
-STAY_S = 600.0
 HANG_SPREAD_S = 10.0
 """Within which all agents notice the same hang: pulses come every 5 s, and are looked at every second."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm.job import JobState
 from supervisor.journal import JobSeen, SupervisorStarted
 from supervisor.lease import take_lease
 from supervisor.pace import step_s, whole_rounds
@@ -62,6 +63,23 @@ def test_a_death_that_no_supervisor_has_read_is_told_at_once_with_what_to_do(tmp
     summary = closing_summary(stage.events, stage.story.accounting(), still=told)
     assert any("killed by signal 9" in line for line in summary)
     assert "Nothing interrupted it." not in summary
+
+
+@pytest.mark.usefixtures("berlin")
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_worker_that_was_preempted_has_left_and_waits_to_be_killed(tmp_path: Path, is_read: bool) -> None:
+    stage = under_way(tmp_path)
+    stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="asked", what="preempted"))
+    if is_read:
+        stage.settle()
+    row = standing(stage.run_dir, in_detail=True, now=stage.now + 300)
+    text = "\n".join(detail_lines(row, stage.now + 300))
+    assert "no step since" in text
+    assert "the worker left in order and" in text
+    assert ("its job waits to be killed, until" in text) == is_read
+    stage.scheduler.set_state(stage.job_id, JobState.REQUEUED)
+    stage.settle()
+    assert standing(stage.run_dir, in_detail=False, now=stage.now)["worker_left"] is None
 
 
 def test_the_log_says_for_how_long_nobody_supervised_a_job_that_had_ended(tmp_path: Path) -> None:

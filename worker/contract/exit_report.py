@@ -46,6 +46,9 @@ WAITS_FOR_A_DIRECTIVE = frozenset(
 )
 """Outcomes after which the attempt is over and only a newer directive starts a trainer again."""
 
+STAY_S = 600.0
+"""How long a job that is put back into the queue waits to be killed: one that leaves before counts as completed."""
+
 TRACEBACK_LINES = 100
 NO_WORLD_ERROR = "NoWorldError"
 """``error.type`` of a crash because not all ranks came: in this allocation they never will."""
