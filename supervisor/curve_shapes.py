@@ -211,8 +211,9 @@ def waits_for_data(evidence: Evidence) -> Says:
     waited, whole = sum(one.data_wait_s or 0.0 for one in recent), sum(one.step_s or 0.0 for one in recent)
     if waited < _WAITING * whole:
         return ()
-    workers = count(evidence.config.data.workers, "worker")
-    return (f"{waited / whole:.0%} of a step is waiting for data ({waited / len(recent):.2g} s; {workers})",)
+    config = evidence.config
+    workers = f"; {count(config.data.workers, 'worker')}" if config.training.entrypoint is None else ""
+    return (f"{waited / whole:.0%} of a step is waiting for data ({waited / len(recent):.2g} s{workers})",)
 
 
 def slowed_down(evidence: Evidence) -> Says:

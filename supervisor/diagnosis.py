@@ -161,6 +161,8 @@ def _other_schedule(config: Config) -> str:
 
 
 def _more_workers(config: Config) -> str:
+    if config.training.entrypoint is not None:
+        return "more dataloader_num_workers in the script (data.workers, where it takes context.training_fields())"
     return f"data.workers: {max(4, 2 * config.data.workers)}"
 
 

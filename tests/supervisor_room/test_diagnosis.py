@@ -338,6 +338,14 @@ def test_what_is_to_be_tried_goes_by_the_configuration() -> None:
     assert diagnose(HISTORIES["slow: waiting for data"]())[1].next == "data.workers: 4"
 
 
+def test_data_workers_of_an_own_script_are_an_argument_of_its_trainer() -> None:
+    slow = HISTORIES["slow: waiting for data"]()
+    own = slow.config.model_copy(update={"training": slow.config.training.model_copy(update={"entrypoint": "my:main"})})
+    said = diagnose(replace(slow, config=own))[1]
+    assert said.next == "more dataloader_num_workers in the script (data.workers, where it takes context.training_fields())"
+    assert "worker" not in said.evidence[0]
+
+
 def test_what_a_person_changed_is_to_be_put_back_and_is_over_once_the_run_went_on() -> None:
     refused, now = changed(2), HISTORIES["other settings than the checkpoint's"]()
     [said] = diagnose(now)
