@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     odd = ask_before_creating(args, config, with_supervisor=False)
     run_dir = open_or_create(config)
     _say_what_is_odd(odd)
+    was_over = read_state(run_dir).is_over
     try:
         with sigterm_as_ctrl_c():
             state = supervise_once(run_dir, sys.stdout) if args.once else supervise(run_dir, sys.stdout)
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.once:
         return OK
     _say_goodbye(run_dir)
+    if was_over and state.state != "finished":
+        _say_how_it_goes_on(run_dir, state.state)
     return EXIT_CODE_OF_STATE[state.state]
 
 
@@ -179,6 +182,14 @@ def _say_goodbye(run_dir: RunDir) -> None:
     ):
         if path.exists():
             say(f"  {path.name}")
+
+
+def _say_how_it_goes_on(run_dir: RunDir, state: str) -> None:
+    """``run`` has left alone a run that was over."""
+    mend = f"; what to mend first: higgsfield status {run_dir.path}" if state == "gave_up" else ""
+    how = f"higgsfield resume {run_dir.path} (here), or submit its file again (a job)"
+    ended = "gave up" if state == "gave_up" else "was stopped"
+    say(f"{run_dir.path.name} {ended} before, and is left alone; go on: {how}{mend}")
 
 
 def _say_that_it_goes_on(run_dir: RunDir) -> int:

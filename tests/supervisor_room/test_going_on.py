@@ -32,6 +32,7 @@ from supervisor.journal import (
 from supervisor.lease import take_lease
 from supervisor.runs import RunError, open_or_create, refuse_other_training, standing
 from supervisor.verbs import going
+from supervisor.verbs.exits import STOPPED
 from tests.fakes import FakeScheduler
 from tests.supervisor_room.stage import Stage
 from tests.supervisor_room.stage import config as stage_config
@@ -349,6 +350,15 @@ def test_what_changes_the_training_is_another_run(
     assert said.replace("RUN", str(stage.run_dir.path)) in capsys.readouterr().err
     assert stage.run_dir.config.read_bytes() == before
     assert stage.state == "stopped"
+
+
+def test_run_leaves_a_run_alone_that_was_stopped_and_says_how_it_goes_on(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = other_file(stopped(stage))
+    assert cli.main(["run", str(file)]) == STOPPED
+    how = f"higgsfield resume {stage.run_dir.path} (here), or submit its file again (a job)"
+    assert capsys.readouterr().out.splitlines()[-1] == f"r was stopped before, and is left alone; go on: {how}"
 
 
 @pytest.mark.parametrize(
