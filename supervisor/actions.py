@@ -8,7 +8,7 @@ import contextlib
 import pwd
 
 from slurm.job import JobState
-from slurm.scheduler import SchedulerError
+from slurm.scheduler import LocalScheduler, SchedulerError
 from supervisor.attempt_actions import begin_attempt, diagnosis_of, directive_of, published_directive
 from supervisor.believed import believed
 from supervisor.decision import (
@@ -113,6 +113,8 @@ def _end_stopped(run: SupervisedRun, decision: EndStopped) -> None:
     if by is None and run.state.job_id is not None:
         with contextlib.suppress(SchedulerError):
             by = _user_name(run.scheduler.cancelled_by(run.state.job_id))
+        if by is None and isinstance(run.scheduler, LocalScheduler):
+            by = "a signal from outside"
         reason = f"{reason} by {by or 'a person'}, not by this supervisor"
     run.record(Stopped(saved_step=decision.saved_step, by=by, reason=reason))
 

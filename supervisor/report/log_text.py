@@ -251,7 +251,8 @@ def _story(events: Sequence[Event]) -> Iterator[str]:
         yield f"The rate is at {rate_text(rate)}."
     noted = [event for event in events if isinstance(event, WouldHaveDone)]
     yield from _observed(noted)
-    if not times and not noted and sum(isinstance(event, SegmentStarted) for event in events) == 1:
+    is_calm = not times and not noted and not isinstance(ending_of(events), Stopped | GaveUp)
+    if is_calm and sum(isinstance(event, SegmentStarted) for event in events) == 1:
         yield _CALM
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slurm.job import JobState
+from supervisor import actions
 from supervisor.how_it_left import how_it_left
 from supervisor.journal import Continued, Event, JobSeen, Preempted, ResumeRequested, RolledBack, Stopped, WorkerLeft
 from supervisor.notify import note_of
@@ -22,6 +23,7 @@ from supervisor.report.page_data import chart_data
 from supervisor.report.standing_text import list_lines
 from supervisor.report.texts import details_of, text_of, word_of
 from supervisor.runs import standing
+from tests.fakes import FakeScheduler
 from tests.report_room.stories import PLAYED, RECORDINGS, Slow, Story, preemption_storm, recorded
 from tests.report_room.test_texts import standing_row
 from tests.supervisor_room.stage import BEGIN, CRASHED, PREEMPTED, config
@@ -188,6 +190,19 @@ def test_only_trouble_is_marked_as_trouble() -> None:
     assert marks["slurm_cancelled", "stopped"] == marks["slurm_cancelled", "resumed"] == 2
 
 
+def test_where_there_is_no_slurm_a_job_ends_by_a_signal_and_no_scancel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "LocalScheduler", FakeScheduler)
+    stage = Slow(tmp_path)
+    stage.start_after(5)
+    stage.train(38)
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    assert stage.events[-1].reason == "job 1 was CANCELLED by a signal from outside, not by this supervisor"
+    assert "Stopped by a signal from outside after" in told(stage.story)
+
+
 @pytest.mark.parametrize("user", ["ada", None])
 def test_a_scancel_is_what_slurm_says_and_no_preemption(tmp_path: Path, user: str | None) -> None:
     stage = Slow(tmp_path)
@@ -206,6 +221,7 @@ def test_a_scancel_is_what_slurm_says_and_no_preemption(tmp_path: Path, user: st
     assert "left (preempted)" not in log
     assert "left in order and saved step 38: SIGTERM asked it to (a preemption, a requeue or a scancel)" in log
     assert f"Stopped by {user or 'the scancel of a person'} after" in log
+    assert "Nothing interrupted it." not in log
     [_, line] = list_lines([standing(stage.run_dir, in_detail=False)], stage.now)
     assert "job 1 was CANCELLED by" in line
     assert "job 1 was CANCELLED by" in note_of(ended, "").text
