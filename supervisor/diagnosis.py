@@ -103,8 +103,10 @@ def _older_checkpoint(incident: Incident) -> str:
 def _put_back(evidence: Evidence) -> str:
     changed = fixed_since(evidence.events, evidence.config, max(1, evidence.last_trained))
     keys = {key: values for of_what in changed.values() for key, values in of_what.items()}
-    what = f"what was changed ({named(keys)})" if keys else "that in the config, the data or the script"
-    return f"put back {what} and resume, or begin a new run under another run.name"
+    what = (
+        f"put back what was changed ({named(keys)})" if keys else "put it back (in the config, the data or the script)"
+    )
+    return f"{what} and resume, or begin a new run under another run.name"
 
 
 def _half_the_rate(config: Config) -> str:
