@@ -4,8 +4,8 @@
 average of the weights, and with it. They alternate step by step on the same weights and the same optimizer, so that
 neither what slows the machine down for a tenth of a second nor where in memory a model lies is taken for a difference.
 The figures of a turn are means, in which every fsync of the history and every pulse counts; the table has medians over
-the turns. The average's own cost is timed in place, beside one foreach lerp of tensors of the same shapes and as cold,
-divided by ``every``.
+the turns. The average's own cost is timed in place, beside one foreach lerp of tensors of the same shapes, divided by
+``every``; which of the two finds the caches cold takes turns.
 """
 
 import argparse
@@ -116,6 +116,13 @@ class Arm(TrainerCallback):
         self._ring.wait(self._number)
         self._began = time.perf_counter(), time.thread_time()
 
+    def leave_out(self, what: Callable[[], None]) -> None:
+        """Do something within a step that is not of its time."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        what()
+        if self._began is not None:
+            self._began = self._began[0] + time.perf_counter() - wall, self._began[1] + time.thread_time() - cpu
+
     def train(self) -> None:
         self._ring.wait(self._number)
         try:
@@ -128,11 +135,15 @@ class Arm(TrainerCallback):
 
 
 class AverageClock:
-    """Seconds that every ``EVERY`` steps spent on the average, and those of one foreach lerp right after an update."""
+    """Seconds that every ``EVERY`` steps spent on the average, and those of a foreach lerp beside each update.
+
+    The lerp comes right after one update and right before the next.
+    """
 
     def __init__(self, arm: Arm, attached: Callable[[], Attached]) -> None:
         self.update_s, self.lerp_s = list[float](), list[float]()
         self._attached, self._spent_s, self._others = attached, 0.0, list[torch.Tensor]()
+        self._is_lerp_next, self._arm = False, arm
         arm.between = self._between
 
     def _between(self, step: int) -> None:
@@ -143,16 +154,23 @@ class AverageClock:
             self._others = [one.detach().clone() for _, one in trained(attached.model)]
             wrap(attached.average, "update", self._timed)
             return
-        weights = [one.detach() for _, one in trained(attached.model)]
-        began = time.perf_counter()
-        torch._foreach_lerp_(self._others, weights, 0.01)
-        self.lerp_s.append(time.perf_counter() - began)
+        if not self._is_lerp_next:
+            self._lerp()
+        self._is_lerp_next = len(self.update_s) % 2 == 0
         self.update_s.append(self._spent_s)
         self._spent_s = 0.0
 
-    def _timed(self, original: Callable[..., None], *args: Any) -> None:
+    def _lerp(self) -> None:
+        weights = [one.detach() for _, one in trained(self._attached().model)]
         began = time.perf_counter()
-        original(*args)
+        torch._foreach_lerp_(self._others, weights, 0.01)
+        self.lerp_s.append(time.perf_counter() - began)
+
+    def _timed(self, original: Callable[..., None], model: torch.nn.Module, step: int) -> None:
+        if step % EVERY == 0 and self._is_lerp_next:
+            self._arm.leave_out(self._lerp)
+        began = time.perf_counter()
+        original(model, step)
         self._spent_s += time.perf_counter() - began
 
 
