@@ -12,7 +12,8 @@ for. ``fails_writes``: it fails, before the next step where nothing holds it. ``
 copies. ``tells_base``: in the end, the digest of the frozen weights is in the file base. ``fp16_on_cpu``: a scale
 that accelerate's scaler begins at here too, instead of refusing fp16. ``overflow``: a token that makes the loss of
 its batch infinite under fp16, as a number above 65,504 would. ``is_busy``: no folder can be taken out of .staging/,
-as where NFS keeps a file in it that is still open.
+as where NFS keeps a file in it that is still open. ``alters``: a file of a checkpoint, whose last byte is another one
+when all ranks have written theirs.
 """
 
 import errno
@@ -89,12 +90,21 @@ def inject_more(faults: dict[str, Any]) -> None:
         _hold_writes()
     if faults.get("superseded_in_save"):
         wrap(worker.saving, "_write_ours", _be_superseded)
+    if "alters" in faults:
+        wrap(worker.saving, "_publish", functools.partial(_alter, faults["alters"]))
     if faults.get("is_busy"):
         wrap(os, "rmdir", _refuse_as_busy)
     if "superseded_at_weights" in faults:
         _be_superseded_at(faults["superseded_at_weights"])
     if "kill_in_save" in faults:
         _kill_in_save(*faults["kill_in_save"])
+
+
+def _alter(name: str, original: Callable[..., None], staged: Any, files: Any) -> None:
+    (path,) = staged.folder.rglob(name)
+    written = path.read_bytes()
+    path.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+    original(staged, files)
 
 
 def _refuse_as_busy(original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from tests.trainer_room.rig import Rig, same_end, weights
 from tests.trainer_room.test_exact import IS_COMPLETE, SEED
 from worker.checkpoints import PROOF, digest_of, digesting_torch_save
-from worker.contract.manifest import MANIFEST, complete_manifest
+from worker.contract.manifest import MANIFEST, UnusableCheckpointError, complete_manifest
 from worker.contract.run_dir import RunDir
 from worker.resume import choose, verified_manifest
 from worker.staging import clear_own_staging
@@ -154,6 +154,13 @@ def test_every_rank_digests_its_own_files_and_the_manifest_has_all_of_them(make_
     manifest = verified_manifest(folder)
     assert {path.name for path in folder.iterdir()} == {*manifest.files, MANIFEST}
     assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "ema.safetensors"} <= manifest.files.keys()
+
+
+def test_rank_0_takes_the_digests_of_the_others_as_they_made_them(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(training={"max_steps": 2}, checkpoint={"every_steps": 2})
+    rig.finish(world=2, alters="rng_state_1.pth")
+    with pytest.raises(UnusableCheckpointError, match=r"the content of rng_state_1\.pth is not what was written"):
+        verified_manifest(rig.run.checkpoint(2))
 
 
 def test_what_torch_saves_is_digested_on_its_way(tmp_path: Path) -> None:
