@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from slurm.local_cluster.cluster import Cluster
 
 T = TypeVar("T")
 
@@ -21,3 +24,9 @@ def eventually(look: Callable[[], T], timeout_s: float = 60.0) -> T:
         time.sleep(min(0.2, max(0.05, 9 * (time.monotonic() - asked))))
         asked = time.monotonic()
     return value
+
+
+def keeps_what_it_knows(cluster: Cluster, job_id: str) -> None:
+    """Wait until the controller has on its disk that the job runs: one that is killed before begins the job again."""
+    cluster.ask("scontrol", "update", f"JobId={job_id}", "AdminComment=on-the-disk")
+    eventually(lambda: b"on-the-disk" in (cluster.folder / "state" / "job_state").read_bytes())

@@ -19,7 +19,7 @@ from slurm.job import JobRequest, JobState, JobStatus, Resources
 from slurm.local_cluster.cluster import Cluster
 from slurm.scheduler import SchedulerError, SlurmScheduler
 from supervisor.exclusion import fits, fitting
-from tests.waiting import eventually
+from tests.waiting import eventually, keeps_what_it_knows
 from worker.agent import JOB_IS_ENDING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_slurm")]
@@ -289,10 +289,9 @@ def test_the_requeue_command_brings_a_preempted_job_back(
 def test_a_dead_controller_is_an_error_and_no_ending(
     submit: Submit, scheduler: SlurmScheduler, on_slurm: Cluster, tmp_path: Path
 ) -> None:
-    job_id = submit(request(tmp_path, name="hf-saved"))
+    job_id = submit(request(tmp_path))
     noted(tmp_path, "started", job_id)
-    # A controller that is killed within seconds of a submission has forgotten it: its state is saved with a delay.
-    eventually(lambda: b"hf-saved" in (on_slurm.folder / "state" / "job_state").read_bytes())
+    keeps_what_it_knows(on_slurm, job_id)
     on_slurm.kill_controller()
     try:
         with pytest.raises(SchedulerError) as caught:

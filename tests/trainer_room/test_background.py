@@ -254,8 +254,8 @@ def test_two_ranks_resume_bitwise_and_too_little_memory_is_a_plain_save(make_rig
     plain, killed, short = (make_rig(name, **settings) for name in ("plain", "killed", "short"))
     plain.finish(world=2, free_bytes=10)
     assert not [one for one in plain.history() if one.write_s is not None]
-    killed.start(world=2, holds_writes=True, die_at=[11, "update", signal.SIGKILL, 1])
-    assert killed.processes[1].wait() == -signal.SIGKILL, killed.processes[1].said()
+    killed.start(world=2, holds_writes=True, pause_at=[10])
+    killed.pauses(10)
     killed.is_killed()
     assert killed.run.checkpoint_steps() == [3, 6]  # checkpoint-9 was being written
     killed.finish(restart=1, world=2)

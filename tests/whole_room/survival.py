@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from slurm import parsing
 from slurm.local_cluster.cluster import Cluster, running
 from supervisor.journal import Continued, Event, Finished, SegmentStarted, Submitted
-from tests.whole_room import light, light_trainer
+from tests.whole_room import light, light_trainer, paced_train
 from tests.whole_room.house import EXPLODING, House, environment, furnish
 from worker.contract.loss_history import Record, surviving
 
@@ -62,12 +62,19 @@ class Site:
         return house
 
     def real_house(self, name: str) -> House:
-        """A run's folder on this partition, with the trainer that everybody has, on a small model."""
+        """A run's folder on this partition, with real training of a small model, paced to leave time for a fault."""
         optimizer = {"name": "adamw", "learning_rate": 1e-4}
-        training = EXPLODING["training"] | {"max_steps": 120, "batch_size": 4, "optimizer": optimizer}
+        paced = {light_trainer.TRAINER: "tests.whole_room.paced_train", paced_train.STEP_S: "0.1"}
         cluster = {"kind": "slurm", "time_limit": "00:30:00", "partition": self.name, "cpus_per_task": 2}
-        env = environment(SLURM_CONF=str(self.cluster.conf))
-        house = furnish(self.folder / name, env, training=training, cluster=cluster, checkpoint={"every_steps": 50})
+        env = environment(SLURM_CONF=str(self.cluster.conf), PYTHONPATH=str(ROOT))
+        house = furnish(
+            self.folder / name,
+            env,
+            training=EXPLODING["training"] | {"max_steps": 240, "batch_size": 1, "optimizer": optimizer},
+            cluster=cluster | {"environment": paced},
+            checkpoint={"every_steps": 50},
+        )
+        house.command = light.COMMAND
         self.houses.append(house)
         return house
 

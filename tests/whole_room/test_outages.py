@@ -14,7 +14,7 @@ from slurm.local_cluster.configuration import missing_packages
 from supervisor.journal import LookFailed, LookRecovered, SubmitFailed, SubmitIntended, Submitted
 from tests.conftest import need
 from tests.contract_room.disks import fill, small_disk
-from tests.waiting import eventually
+from tests.waiting import eventually, keeps_what_it_knows
 from tests.whole_room.house import House
 from tests.whole_room.light_trainer import STEP_S
 from tests.whole_room.survival import Site, ends_whole, first_steps, jobs_of
@@ -77,12 +77,6 @@ def answers(cluster: Cluster, *argv: str) -> bool:
     return True
 
 
-def keeps_what_it_knows(site: Site, job_id: str) -> None:
-    """Wait until the controller has on its disk that the job runs: one that is killed before requeues it."""
-    site.cluster.ask("scontrol", "update", f"JobId={job_id}", "AdminComment=on-the-disk")
-    eventually(lambda: b"on-the-disk" in (site.cluster.folder / "state" / "job_state").read_bytes())
-
-
 def test_a_controller_that_freezes_and_dies_makes_no_second_worker_and_no_false_ending(site: Site) -> None:
     trains = site.start(site.house("trains", variables={STEP_S: "0.2"}, training={"max_steps": 560}))
     trains.waits_for_step(5)
@@ -93,7 +87,7 @@ def test_a_controller_that_freezes_and_dies_makes_no_second_worker_and_no_false_
     assert not failed.answered
     site.cluster.kill_accounting()
     frozen.waits_for_step(1)  # what was queued without an answer has all that it needs
-    keeps_what_it_knows(site, jobs_ever(site, frozen)[0])
+    keeps_what_it_knows(site.cluster, jobs_ever(site, frozen)[0])
     site.cluster.kill_controller()
     late = site.house("late", variables={STEP_S: "0.02"})
     refused = late.higgsfield("run", "tiny.yaml")

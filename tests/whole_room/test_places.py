@@ -102,8 +102,6 @@ def one_job(site: Site) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
     site.cluster.ask("sacctmgr", "--immediate", "modify", "user", user, "set", f"qos+={site.name}")
     house = embedded(site, cluster={"qos": site.name}, training={"max_steps": 500})
-    refused = house.higgsfield("submit", "tiny.yaml")
-    assert (refused.returncode, "holds this run" in refused.stderr) == (5, True), refused.stderr
     again = house.waits_for(Submitted, 2)
     assert "put back" in again.reason
     while not house.those(Finished):
@@ -155,6 +153,8 @@ def embedded_preempted(site: Site) -> None:
 def embedded_node(site: Site) -> None:
     """The node is lost, supervisor and trainer there live on: both leave once the job runs elsewhere."""
     house = embedded(site, cluster={"time_limit": "00:30:00"}, training={"max_steps": 900})
+    refused = house.higgsfield("submit", "tiny.yaml")
+    assert (refused.returncode, "holds this run" in refused.stderr) == (5, True), refused.stderr
     house.waits_for_step(20)
     job, old = site.job(house), house.processes()
     site.cluster.kill_slurmd(site.node_of(house))
