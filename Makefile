@@ -33,9 +33,9 @@ slurm:
 views:
 	@sh tests/install_views.sh
 
-# Three processes share the tests, file by file; each has a Slurm cluster of its own. Many tests wait for it.
+# Five processes share the tests, file by file; each has a Slurm cluster of its own. Many tests wait for it.
 test: .venv/ready slurm views
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 exact: .venv/ready
 	HF_HUB_OFFLINE=1 HIGGSFIELD_EXACT=complete HIGGSFIELD_SEED=$(or $(SEED),1) $(BIN)/python -m pytest --numprocesses 2 \
