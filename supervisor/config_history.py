@@ -41,11 +41,7 @@ _FIXED: Final = {
     "model.": "the model",
 }
 """How keys begin by which a resume would be another training than the checkpoint's, and what that changes."""
-_SURE: Final = frozenset(
-    {"training.batch_size", "training.gradient_accumulation", "training.max_steps", "run.seed"}
-    | {f"data.{name}" for name in ("max_tokens", "pack", "shuffle")}
-)
-_RANKS: Final = ("cluster.nodes", "cluster.tasks_per_node", "cluster.gpus_per_node")
+_SURE: Final = frozenset({"training.max_steps", "run.seed", "data.max_tokens", "data.pack", "data.shuffle"})
 _NOT_FIXED: Final = frozenset({"data.eval", "data.max_bad_rows", "data.workers", "model.attention"})
 
 
@@ -117,10 +113,7 @@ def fixed_since(events: Sequence[Event], config: Config, attempt: int) -> dict[s
 
 
 def surely_fixed(events: Sequence[Event], config: Config, attempt: int) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """Those of them that are refused whatever the files of the data hold and whatever the number of ranks is."""
-    known, now = values_of(events, attempt) or {}, by_key(config)
-    if any(known.get(key) != now[key] for key in _RANKS):
-        return {}
+    """Those of them, but for the batch, that are refused whatever the files of the data hold."""
     found = {
         what: {key: values for key, values in keys.items() if key in _SURE and None not in values}
         for what, keys in fixed_since(events, config, attempt).items()

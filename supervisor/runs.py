@@ -29,9 +29,10 @@ from worker.contract.config import Config, config_digest
 from worker.contract.exit_report import STAY_S, Outcome
 from worker.contract.files import UnusableFileError, append_line, encode, is_left, refuse_what_is_no_file
 from worker.contract.loss_history import HistoryReader, recent_records, surviving
-from worker.contract.manifest import complete_checkpoints, health
+from worker.contract.manifest import Manifest, complete_checkpoints, health
 from worker.contract.rehearsal import Fault
 from worker.contract.run_dir import RunDir
+from worker.contract.words import count
 
 _FOLDERS = ("checkpoints", "attempts", "quarantine", "logs")
 _CHANGEABLE = frozenset({"cluster", "recovery", "supervisor", "notify"})
@@ -126,13 +127,35 @@ def refuse_other_training(run_dir: RunDir) -> None:
     """RunError where a run that is over would be refused by its worker, for what its config.yaml has changed."""
     config, manifests = contract_config.read(run_dir.config), complete_checkpoints(run_dir)
     events = read_journal(run_dir.journal)
-    if not manifests or manifests[-1].adopted or not replay(events).is_over or config.training.entrypoint is not None:
+    if not manifests or not replay(events).is_over or config.training.entrypoint is not None:
+        return
+    _refuse_other_batch(run_dir, manifests[-1], config)
+    if manifests[-1].adopted:
         return
     for what, keys in surely_fixed(events, config, manifests[-1].attempt).items():
         raise RunError(
             f"{run_dir.path}: {what} of a run cannot change ({named(keys)}); put it back in {run_dir.config}, or begin "
             "a new run under another run.name"
         )
+
+
+def _refuse_other_batch(run_dir: RunDir, made: Manifest, config: Config) -> None:
+    """RunError where the next step would not take as many sequences as those before; other ranks may share them."""
+    size, accumulation, ranks = (
+        config.training.batch_size,
+        config.training.gradient_accumulation,
+        config.cluster.world_size,
+    )
+    now, before = size * accumulation * ranks, made.global_batch
+    if before is None or now == before:
+        return
+    rounds, rest = divmod(before, size * ranks)
+    mend = f"training.gradient_accumulation: {rounds} makes it {before} again" if not rest else "put it back"
+    parts = f"training.batch_size {size} x training.gradient_accumulation {accumulation} x {count(ranks, 'rank')}"
+    raise RunError(
+        f"{run_dir.path}: the global batch of a run cannot change: a step took {count(before, 'sequence')}, and would "
+        f"take {now} ({parts}); {mend} in {run_dir.config}, or begin a new run under another run.name"
+    )
 
 
 def _leaves_the_training(key: str) -> bool:

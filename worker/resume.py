@@ -127,11 +127,10 @@ class Settings:
 
 def settings_of(manifest: Manifest) -> Settings:
     """What a checkpoint was trained under."""
-    parts = manifest.batch_size, manifest.gradient_accumulation, manifest.world_size
     return Settings(
         max_steps=manifest.max_steps,
         seed=manifest.seed,
-        global_batch=None if None in parts else math.prod(part for part in parts if part is not None),
+        global_batch=manifest.global_batch,
         data_digest=manifest.data_digest,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +365,11 @@ def test_run_leaves_a_run_alone_that_was_stopped_and_says_how_it_goes_on(
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"training": {"batch_size": 2}}, "the global batch of a run cannot change (training.batch_size: 1 -> 2)"),
+        (
+            {"training": {"batch_size": 2}},
+            "the global batch of a run cannot change: a step took 1 sequence, and would take 2 "
+            "(training.batch_size 2 x training.gradient_accumulation 1 x 1 rank)",
+        ),
         ({"run": {"seed": 8}}, "the seed of a run cannot change (run.seed: 42 -> 8)"),
         ({"data": {"shuffle": False}}, "the data of a run cannot change (data.shuffle: True -> False)"),
     ],
@@ -382,29 +387,35 @@ def test_what_no_resume_can_change_is_refused_before_a_job_is_spent(
 
 
 @pytest.mark.parametrize(
-    ("changed", "is_refused"),
+    ("changed", "mend"),
     [
-        ({"training": {"batch_size": 2}}, True),
-        ({"training": {"batch_size": 2, "gradient_accumulation": 1}}, False),
-        ({"training": {"batch_size": 2}, "cluster": {"tasks_per_node": 2}}, False),
-        ({"data": {"train": "elsewhere.txt"}}, False),
-        ({"training": {"max_grad_norm": 3.0}}, False),
-        ({"training": {"batch_size": 2, "entrypoint": "mine:main"}}, False),
+        ({"training": {"batch_size": 2}}, "training.gradient_accumulation: 2 makes it 8 again"),
+        ({"cluster": {"tasks_per_node": 1}}, "training.gradient_accumulation: 8 makes it 8 again"),
+        ({"cluster": {"nodes": 3}}, "put it back"),
+        ({"training": {"batch_size": 2, "gradient_accumulation": 2}}, None),
+        ({"cluster": {"nodes": 2}, "training": {"gradient_accumulation": 2}}, None),
+        ({"data": {"train": "elsewhere.txt"}}, None),
+        ({"training": {"max_grad_norm": 3.0}}, None),
+        ({"training": {"batch_size": 2, "entrypoint": "mine:main"}}, None),
     ],
 )
-def test_only_what_is_sure_is_refused(stage: Stage, changed: dict[str, dict[str, Any]], is_refused: bool) -> None:
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_ranks_may_change_where_the_batch_stays(
+    stage: Stage, is_adopted: bool, changed: dict[str, dict[str, Any]], mend: str | None
+) -> None:
     run_dir = stopped(stage).run_dir
-    first, *others = run_dir.journal.read_text().splitlines(keepends=True)
-    made = json.loads(first)
-    made["config"]["training.gradient_accumulation"] = 2
-    run_dir.journal.write_text("".join([json.dumps(made) + "\n", *others]))
-    training = {"gradient_accumulation": 2} | changed.get("training", {})
-    run_dir.config.write_text(other_file(stage, **changed | {"training": training}).read_text())
-    if is_refused:
-        with pytest.raises(RunError, match="global batch"):
-            refuse_other_training(run_dir)
-    else:
+    run_dir.config.write_text(other_file(stage, **together(BATCH_OF_8, changed)).read_text())
+    stage.save(9_000, world_size=2, gradient_accumulation=4, adopted=is_adopted)
+    refusal = pytest.raises(RunError, match=f"a step took 8 sequences, .*; {mend} in ") if mend else nullcontext()
+    with refusal:
         refuse_other_training(run_dir)
+
+
+BATCH_OF_8 = {"training": {"gradient_accumulation": 4}, "cluster": {"tasks_per_node": 2}}
+
+
+def together(below: dict[str, dict[str, Any]], above: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: below.get(name, {}) | above.get(name, {}) for name in below | above}
 
 
 @pytest.mark.parametrize("verb", ["submit", "run"])

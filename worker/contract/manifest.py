@@ -63,6 +63,13 @@ class Manifest(Message):
     asked: bool = False
     """Whether a file SAVE asked for it."""
 
+    @property
+    def global_batch(self) -> int | None:
+        """Sequences of an optimizer step, on all ranks; None where it is not known."""
+        if self.batch_size is None or self.gradient_accumulation is None or self.world_size is None:
+            return None
+        return self.batch_size * self.gradient_accumulation * self.world_size
+
 
 class UnusableCheckpointError(Exception):
     """A checkpoint folder that may not be resumed from; the message says why."""
