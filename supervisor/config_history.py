@@ -36,12 +36,15 @@ _FIXED: Final = {
     "training.gradient_accumulation": _BATCH,
     "training.max_steps": "the number of steps",
     "training.epochs": "the number of steps",
+    "training.optimizer.name": "the optimizer",
     "run.seed": "the seed",
     "data.": "the data",
     "model.": "the model",
 }
 """How keys begin by which a resume would be another training than the checkpoint's, and what that changes."""
-_SURE: Final = frozenset({"training.max_steps", "run.seed", "data.max_tokens", "data.pack", "data.shuffle"})
+_SURE: Final = frozenset(
+    {"training.max_steps", "training.optimizer.name", "run.seed", "data.max_tokens", "data.pack", "data.shuffle"}
+)
 _NOT_FIXED: Final = frozenset({"data.eval", "data.max_bad_rows", "data.workers", "model.attention"})
 
 

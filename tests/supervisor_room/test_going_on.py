@@ -40,6 +40,7 @@ from tests.supervisor_room.stage import config as stage_config
 from worker.contract.config import Config, format_config, read, write
 from worker.contract.directive import SkippedBatches
 from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.recipe_config import OptimizerConfig
 from worker.contract.recovery_config import RecoveryConfig
 from worker.contract.run_dir import RunDir
 
@@ -371,6 +372,10 @@ def test_run_leaves_a_run_alone_that_was_stopped_and_says_how_it_goes_on(
             "(training.batch_size 2 x training.gradient_accumulation 1 x 1 rank)",
         ),
         ({"run": {"seed": 8}}, "the seed of a run cannot change (run.seed: 42 -> 8)"),
+        (
+            {"training": {"optimizer": OptimizerConfig(name="lion")}},
+            "the optimizer of a run cannot change (training.optimizer.name: adamw -> lion)",
+        ),
         ({"data": {"shuffle": False}}, "the data of a run cannot change (data.shuffle: True -> False)"),
     ],
 )
