@@ -13,6 +13,7 @@ from supervisor.journal import (
     RolledBack,
     RunCreated,
     Stopped,
+    SupervisorStarted,
 )
 from supervisor.run_state import RunState
 from worker.contract.config import Config, without_secrets
@@ -62,7 +63,7 @@ def _flat(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def changes(events: Sequence[Event], config: Config) -> dict[str, tuple[Any, Any]] | None:
-    """What ``config`` has changed since a person's last word for the run to go on; None where that is not known."""
+    """What ``config`` has changed since an event told of changes last; None where that is not known."""
     known = values_of(events)
     return None if known is None else _differences(known, by_key(config))
 
@@ -73,7 +74,7 @@ def values_of(events: Sequence[Event], attempt: int | None = None) -> dict[str, 
     for event in events:
         if isinstance(event, RunCreated) and event.config is not None:
             known = dict(event.config)
-        elif isinstance(event, ResumeRequested | RollbackRequested) and known is not None:
+        elif isinstance(event, ResumeRequested | RollbackRequested | SupervisorStarted) and known is not None:
             known |= {key: new for key, (_, new) in (event.changed or {}).items()}
         elif isinstance(event, RolledBack | Continued) and attempt is not None and event.attempt >= attempt:
             break

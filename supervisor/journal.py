@@ -52,6 +52,8 @@ class SupervisorStarted(EventBase):
     """The job that it runs in; None = in none."""
     free_since: float | None = None
     """The last sign of the supervisor before, UTC seconds; None = there was none, or the run was over."""
+    changed: dict[str, tuple[Any, Any]] | None = None
+    """As of ``ResumeRequested``, where somebody edited config.yaml of a run that is not over; None = nobody did."""
 
 
 class Cost(Message):
@@ -323,8 +325,7 @@ class ResumeRequested(EventBase):
     event: Literal["ResumeRequested"] = "ResumeRequested"
     by: str
     changed: dict[str, tuple[Any, Any]] | None = None
-    """The keys of config.yaml that changed since the run was made, last resumed or last asked to go back, old and new;
-    None = not known."""
+    """The keys of config.yaml that changed since an event told of them last, old and new; None = not known."""
 
 
 class Finished(EventBase):

@@ -164,6 +164,7 @@ def take_up(run_dir: RunDir, config: Config, scheduler: Scheduler, lease: Lease,
         pid=os.getpid(),
         job_id=lease.own.job_id or None,
         free_since=None if state.is_over else lease.free_since,
+        changed=None if state.is_over else changes(read_journal(run_dir.journal), config) or None,
     )
     run = SupervisedRun(config, run_dir, scheduler, lease, time.time, audience.event, state, introduction=started)
     return Watched(run, audience)

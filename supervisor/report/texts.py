@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from supervisor.batches import left_out
+from supervisor.config_history import named
 from supervisor.how_it_left import cause_of
 from supervisor.journal import (
     AttemptDecided,
@@ -357,6 +358,8 @@ def _of_supervisor(event: SupervisorStarted) -> Iterator[Detail]:
     if event.free_since is not None and event.time - event.free_since > BEAT_EVERY_S:
         span = f"from {local_clock(event.free_since)} to {local_clock(event.time)}"
         yield "", f"no sign of a supervisor {span}, {duration(event.time - event.free_since)}"
+    if event.changed:
+        yield "changed", f"config.yaml: {named(event.changed)}"
 
 
 def _of_hang(event: HangSeen) -> Iterator[Detail]:

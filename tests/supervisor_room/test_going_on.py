@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from supervisor.journal import (
     Event,
     GaveUp,
     Journal,
+    Pinned,
     ResumeRequested,
     RollbackRequested,
     RolledBack,
@@ -31,6 +33,7 @@ from supervisor.journal import (
     VerdictSeen,
 )
 from supervisor.lease import take_lease
+from supervisor.report.screen import Lines
 from supervisor.runs import RunError, open_or_create, refuse_other_training, standing
 from supervisor.verbs import going
 from supervisor.verbs.exits import STOPPED
@@ -261,6 +264,24 @@ def test_a_stopped_run_goes_on_with_another_time_limit_and_mode(
     assert resumed.changed["recovery.mode"] == ("act", "observe")
     assert "; cluster.partition: unset -> long; cluster.time_limit: " in resumed.reason
     assert "-> 02:00:00" in resumed.reason
+
+
+def test_a_supervisor_tells_what_was_edited_while_nobody_held_the_run(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.start_supervisor()
+    stage.run_dir.config.write_text(other_file(stage, cluster={"time_limit": "02:00:00"}).read_text())
+    for _ in range(2):
+        stage._forget_lease()
+        config, lease = read(stage.run_dir.config), take_lease(stage.run_dir)
+        run = supervise.take_up(stage.run_dir, config, stage.scheduler, lease, Lines(StringIO(), "r")).run
+        run.record(Pinned(by="ada", to=0))
+    limit = stage.config.cluster.time_limit
+    changed = [event.changed for event in stage.events if isinstance(event, SupervisorStarted)]
+    assert changed[-2:] == [{"cluster.time_limit": (limit, "02:00:00")}, None]
+    assert f"changed config.yaml: cluster.time_limit: {limit} -> 02:00:00" in told(
+        capsys, "log", str(stage.run_dir.path)
+    )
 
 
 def test_a_resume_tells_what_a_person_changed_in_the_file_and_the_scale_that_stays(stage: Stage) -> None:
