@@ -281,7 +281,9 @@ def shown(cases: list[Case], told: argparse.Namespace, parameters: int) -> str:
 
 def paired_ratios(first: list[float], second: list[float]) -> list[float]:
     """The quartiles of the ratios of what was measured in the same turn."""
-    return statistics.quantiles((late / early for early, late in zip(first[1:], second[1:], strict=True)), n=4)
+    return statistics.quantiles(
+        (late / early for early, late in zip(first[1:], second[1:], strict=True)), n=4, method="inclusive"
+    )
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,12 @@ settings.load_profile("untimed")
 
 WAITING_ROOMS = ("whole_room", "slurm_room", "agent_room", "trainer_room")
 """Their tests take long, most of it waiting; begun first, they have the short ones beside them to the end."""
+
+
+def pytest_configure() -> None:
+    """Ctrl-C ends what the tests start, also where a script's background job, which ignores it, started the tests."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
