@@ -182,6 +182,7 @@ def _begin_attempt(run: RunState, event: RolledBack | Continued) -> RunState:
         end_noted=False,
         left=None,
         hang=None,
+        crash_signature=None if event.cause == "node_failed" else run.crash_signature,  # the crash was the node's
         has_stepped=False,
         open_intent=None,
         ended_or_cancelled=run.ended_or_cancelled

@@ -55,16 +55,17 @@ def follow_job(run: RunState, seen: Observation, rules: Rules) -> Decision:
 
 def _cause_of_requeue(run: RunState, seen: Observation) -> tuple[Cause, str]:
     """Why Slurm put the job back into the queue."""
-    lost = lost_nodes(run, seen)
+    lost = fate_of_lost_nodes(run, seen)
     if lost:
-        return "node_failed", f"{_with_reasons(lost, seen)}; the job was put back into the queue"
+        return "node_failed", f"{lost}; the job was put back into the queue"
     if run.memory.draining:
         return "drained", f"{', '.join(sorted(run.memory.draining))} drains; the job was put back into the queue"
     return "preempted", "the job was put back into the queue"
 
 
-def _with_reasons(nodes: list[str], seen: Observation) -> str:
-    return ", ".join(f"{name} {_fate(name, seen)}" for name in nodes)
+def fate_of_lost_nodes(run: RunState, seen: Observation) -> str:
+    """Which nodes Slurm has given up under the job, and why; empty where it has given up none."""
+    return ", ".join(f"{name} {_fate(name, seen)}" for name in lost_nodes(run, seen))
 
 
 def _fate(name: str, seen: Observation) -> str:
@@ -138,9 +139,9 @@ _CAUSE_OF_STATE: Final[dict[JobState, Cause]] = {
 def _cause_of_end(run: RunState, seen: Observation) -> tuple[Cause, str]:
     state = seen.job.state if seen.job is not None else None
     what = run.left.error.what if run.left is not None and run.left.error is not None else None
-    lost = lost_nodes(run, seen)
+    lost = fate_of_lost_nodes(run, seen)
     if lost:
-        return "node_failed", _with_reasons(lost, seen)
+        return "node_failed", lost
     if what == "time_limit":
         return "time_limit", "the time limit came"
     if run.memory.draining and what in (None, "preempted"):

@@ -8,7 +8,7 @@ from supervisor.bad_nodes import node_to_exclude
 from supervisor.budget import spent_gpu_hours
 from supervisor.decision import AskToStop, Begin, Cancel, Decision, EndStopped, Finish, GiveUp, Wait
 from supervisor.hangs import answer_hang
-from supervisor.job_policy import after_out_of_memory, follow_job
+from supervisor.job_policy import after_out_of_memory, fate_of_lost_nodes, follow_job
 from supervisor.journal import AttemptDecided, WorkerLeft
 from supervisor.observation import STOP_FILE, Observation
 from supervisor.observe_policy import hold_back
@@ -53,6 +53,9 @@ def _decide(run: RunState, seen: Observation, rules: Rules) -> Decision:
         return answer_verdict(run, seen, rules, run.verdict)
     if run.awaits_attempt:
         return _first_attempt(run, seen)
+    lost = _lost_nodes_that_ended_it(run, seen)
+    if lost is not None:
+        return continue_run(run, seen, rules, "node_failed", lost)
     if run.hang is not None and (answer := answer_hang(run, seen, rules, run.hang)) is not None:
         return answer
     if left is not None and left.outcome in _ANSWERS:
@@ -101,6 +104,15 @@ def _all_done(run: RunState, seen: Observation) -> str:
     start = run.segment_started.start if run.segment_started is not None else None
     is_done = start is not None and _newest_step(seen) == start.max_steps
     return "; all steps are done, a resume only writes final/" if is_done else ""
+
+
+def _lost_nodes_that_ended_it(run: RunState, seen: Observation) -> str | None:
+    """Of a worker that crashed, hung or was ended: the nodes lost under it, with which its ranks cannot but fail."""
+    has_failed = run.hang is not None if run.left is None else run.left.outcome in (Outcome.CRASHED, Outcome.ENDED)
+    if not has_failed:
+        return None
+    is_node_fail = seen.job is not None and seen.job.state is JobState.NODE_FAIL
+    return fate_of_lost_nodes(run, seen) or (f"Slurm says {JobState.NODE_FAIL.value}" if is_node_fail else None)
 
 
 def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:

@@ -11,8 +11,9 @@ from supervisor.journal import Continued, DrainSeen, JobChanged, JobSeen, NodeEx
 from supervisor.queue_policy import fitting_limit_s
 from supervisor.report.standing_text import detail_lines
 from supervisor.runs import standing
-from tests.supervisor_room.stage import BEGIN, PREEMPTED, Stage
-from worker.contract.exit_report import Outcome
+from tests.supervisor_room.stage import BEGIN, CRASHED, PREEMPTED, Stage
+from worker.contract.exit_report import ErrorDetail, Outcome
+from worker.contract.pulse import Hang
 
 MINUTE, HOUR = 60.0, 3600.0
 FAILED_LAUNCH = "launch failed requeued held"
@@ -196,7 +197,7 @@ def test_a_node_that_is_back_before_anybody_looked_was_lost_all_the_same(tmp_pat
     stage.leave(Outcome.CRASHED)  # its collective broke
     stage.settle()
     last = those(stage, Continued)[-1]
-    assert (last.where, ("cancel", first) in stage.scheduler.calls) == ("new_job", True)
+    assert (last.cause, last.where, ("cancel", first) in stage.scheduler.calls) == ("node_failed", "new_job", True)
     assert [strike.node for strike in those(stage, NodeStruck)] == ["n2"]
     assert (stage.submissions, stage.state) == (2, "queued")
 
@@ -212,13 +213,41 @@ def test_a_running_job_that_lost_a_node_for_a_moment_is_submitted_afresh(tmp_pat
     assert "n2 was taken off the job" in last.reason
 
 
-def test_a_crash_on_a_lost_node_is_no_relaunch_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.CRASHED, Outcome.ENDED])
+def test_a_crash_beside_a_lost_node_is_the_node_s(tmp_path: Path, outcome: Outcome) -> None:
     stage = Stage(tmp_path, cluster={"nodes": 2})
     in_training(stage, ("n1", "n2"))
     lose(stage, "n2")
-    stage.leave(Outcome.CRASHED)
+    stage.leave(outcome, error=CRASHED)  # rank 0's collective broke
     stage.settle()
-    assert those(stage, Continued)[-1].where == "new_job"
+    last = those(stage, Continued)[-1]
+    assert (last.cause, last.where, last.reason) == ("node_failed", "new_job", "n2 is down (Not responding)")
+
+
+def test_a_hang_beside_a_lost_node_is_the_node_s(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, cluster={"nodes": 2})
+    in_training(stage, ("n1", "n2"))
+    lose(stage, "n2")
+    hang = Hang(quiet_s=40.0, limit_s=30.0, phase="training", step=25)
+    stage.leave(Outcome.ENDED, error=ErrorDetail(type="Ended", message="", what="hang"), hang=hang)
+    stage.settle()
+    assert those(stage, Continued)[-1].cause == "node_failed"
+
+
+def test_a_crash_of_a_lost_node_is_not_the_first_of_two(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, cluster={"nodes": 2})
+    for is_lost in (True, False, False):
+        stage.settle()
+        stage.scheduler.set_state(stage.job_id, JobState.RUNNING, nodes=("n1", "n2"))
+        stage.claim()
+        stage.settle()
+        if is_lost:
+            lose(stage, "n2")
+        stage.leave(Outcome.CRASHED, error=CRASHED)
+        stage.settle()
+        stage.scheduler.node_states["n2"] = Node("n2", "idle")
+    assert [each.cause for each in those(stage, Continued)] == ["first", "node_failed", "crash"]
+    assert stage.state == "gave_up"
 
 
 def test_with_a_factor_the_cause_of_a_requeue_is_known(tmp_path: Path) -> None:
