@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from worker.contract.digest import digest_of
 from worker.contract.files import UnusableFileError, publish_message
 from worker.contract.loss_history import ACTED, HistoryWriter, Record, record
 from worker.contract.manifest import MANIFEST, FileEntry, Manifest
+from worker.contract.recipe_config import schedule_factor
 from worker.contract.recovery_config import SpikeConfig
 from worker.contract.run_dir import RunDir, checkpoint_step
 from worker.spikes import Detector
@@ -28,6 +30,8 @@ NOT_PROVEN: Final = (
     "those of its optimizer.pt"
 )
 _STATE: Final = "trainer_state.json"
+_ALIKE: Final = 0.05
+"""Rates that differ by less are one: a warmup of some steps more or less."""
 _RANDOM_STATES: Final = re.compile(r"rng_state(_\d+)?\.pth")
 _NO_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -53,7 +57,7 @@ class Adopted:
     steps: tuple[int, ...]
     """Of the checkpoints that are in the run; it goes on from the last one."""
     notes: tuple[str, ...]
-    """For a person: what was passed over or copied, and why."""
+    """For a person: what was passed over or copied, and why, and a rate that is not theirs."""
 
 
 def adopt(folder: Path, config: Config) -> Adopted:
@@ -74,7 +78,8 @@ def adopt(folder: Path, config: Config) -> Adopted:
 
     create(run_dir, config, fill, reason=f"run {config.run.name}, adopted from {folder.resolve()}")
     steps = tuple(run_dir.checkpoint_steps())
-    return Adopted(run_dir, config, steps, (*passed_over, *note))
+    rate = _another_rate(config, records, steps[-1], found[-1].max_steps)
+    return Adopted(run_dir, config, steps, (*passed_over, *note, *rate))
 
 
 def _with_its_steps(config: Config, max_steps: int, folder: Path) -> tuple[Config, tuple[str, ...]]:
@@ -88,6 +93,26 @@ def _with_its_steps(config: Config, max_steps: int, folder: Path) -> tuple[Confi
     training = config.training.model_copy(update={"max_steps": max_steps, "epochs": None})
     note = () if told else (f"training.max_steps is {max_steps}, as there; training.epochs is left out",)
     return config.model_copy(update={"training": training}), note
+
+
+def _another_rate(config: Config, records: Sequence[Record], begin: int, max_steps: int) -> Iterator[str]:
+    """A line where the last rate that was logged up to step ``begin`` is not what the configuration has at its step.
+
+    Some versions of the Trainer log the rate of the step itself, others that of the next one: either is alike.
+    """
+    peak, schedule = config.training.optimizer.learning_rate, config.training.schedule
+    known = [one for one in records if one.step <= begin and one.lr is not None and math.isfinite(one.lr)]
+    if config.training.entrypoint is not None or peak is None or not known or begin >= max_steps:
+        return
+    step, theirs = known[-1].step, known[-1].lr or 0.0
+    own, after, then = (peak * schedule_factor(schedule, done, max_steps) for done in (step - 1, step, begin))
+    if min(own, after) * (1 - _ALIKE) <= theirs <= max(own, after) * (1 + _ALIKE):
+        return
+    yield (
+        f"the learning rate logged at step {step} is {theirs:.3g} there and would be {own:.3g} here, which goes on "
+        f"with {then:.3g} at step {begin + 1}: unless that is meant, set training.optimizer.learning_rate and "
+        "training.schedule as they were there"
+    )
 
 
 # -- what is there -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What trains: the optimizer of the configuration, and the schedule of its learning rate."""
 
 import importlib
-import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from worker.contract.recipe_config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from worker.contract.recipe_config import OptimizerConfig, ScheduleConfig, TrainingConfig, schedule_factor
 from worker.leaving import RefusedError
 from worker.sophia import sophia_arguments
 
@@ -108,39 +107,6 @@ def _in_words(arguments: Mapping[str, Any]) -> str:
 
 def _can_be_fused(parameters: Iterable[torch.Tensor]) -> bool:
     return all(one.device.type in _FUSED_DEVICES and one.is_floating_point() for one in parameters)
-
-
-def schedule_factor(schedule: ScheduleConfig, step: int, max_steps: int) -> float:
-    """The share of the peak for the update that makes ``step + 1`` the number of finished steps.
-
-    Counted as LambdaLR and transformers do: update k, from 0, has factor(k).  Over w warmup steps it climbs from zero,
-    k / w; update w is the first at the peak; then it falls and would be ``floor`` at k = max_steps, one past the last.
-    """
-    warmup = _steps_of(schedule.warmup, max_steps)
-    if step < warmup:
-        return step / warmup
-    is_stable = schedule.name == "warmup_stable_decay"
-    falls_from = max(warmup, max_steps - _steps_of(schedule.decay, max_steps)) if is_stable else warmup
-    past = min(1.0, max(0, step - falls_from) / max(1, max_steps - falls_from))
-    return schedule.floor + (1.0 - schedule.floor) * _share_left(schedule, past)
-
-
-def _share_left(schedule: ScheduleConfig, past: float) -> float:
-    """How much of the way from the peak to the floor is left, ``past`` of the time after."""
-    match schedule.name:
-        case "constant":
-            return 1.0
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * past))
-        case "polynomial":
-            return float((1.0 - past) ** schedule.power)
-        case "linear" | "warmup_stable_decay":
-            return 1.0 - past
-
-
-def _steps_of(told: float, max_steps: int) -> int:
-    """A number of steps: a share of all, rounded up, where it is below 1."""
-    return math.ceil(told * max_steps) if told < 1 else int(told)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, max_steps: int) -> LambdaLR:

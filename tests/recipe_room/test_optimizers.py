@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_polynomial_decay_schedule_with_warmup
 
 from tests.recipe_room.recipes import configured
-from worker.contract.recipe_config import STARTING_RATES, ScheduleConfig
+from worker.contract.recipe_config import STARTING_RATES, ScheduleConfig, schedule_factor
 from worker.data import IGNORED
 from worker.leaving import RefusedError
 from worker.models import build_model
-from worker.optimizers import build_optimizer, build_schedule, schedule_factor
+from worker.optimizers import build_optimizer, build_schedule
 from worker.rates import configured_rates, hold_rates
 from worker.sophia import Curvature, gauss_newton_bartlett
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,14 @@ from worker.contract.yaml_file import format_yaml
 FILES = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
-def write_theirs(folder: Path, *steps: int, until: int | None = None, loss: dict[int, float] | None = None) -> Path:
-    """A Trainer's output folder: ``loss`` names what is not 2.0 in its log."""
+def write_theirs(
+    folder: Path,
+    *steps: int,
+    until: int | None = None,
+    loss: dict[int, float] | None = None,
+    rate: Callable[[int], float | None] = lambda step: None,
+) -> Path:
+    """A Trainer's output folder: ``loss`` names what is not 2.0 in its log, ``rate`` the learning rate of a step."""
     losses, norms = loss or {}, {step: value for step, value in (loss or {}).items() if value != value}
     for step in steps:
         place = folder / f"checkpoint-{step}"
@@ -40,7 +48,7 @@ def write_theirs(folder: Path, *steps: int, until: int | None = None, loss: dict
                 "step": n,
                 "loss": losses.get(n, 2.0),
                 "grad_norm": norms.get(n, 1.0),
-                "learning_rate": 1e-4,
+                "learning_rate": rate(n),
                 "epoch": n / 50,
             }
             for n in range(1, (until or step) + 1)
@@ -85,6 +93,35 @@ def test_one_that_left_the_rails_is_gone_on_with_from_before(tmp_path: Path) -> 
     (begun,) = [event for event in stage.events if isinstance(event, Continued)]
     assert begun.resume_from == "checkpoint-40"
     assert sorted(path.name for path in theirs.iterdir()) == ["checkpoint-40", "checkpoint-60", "checkpoint-80"]
+
+
+@pytest.mark.parametrize("is_next", [False, True], ids=["its own", "the next one's"])
+def test_a_rate_that_is_not_theirs_is_one_line_and_one_that_is_theirs_none(tmp_path: Path, *, is_next: bool) -> None:
+    def cosine(step: int) -> float | None:
+        done = step if is_next else step - 1
+        return 1e-3 * 0.5 * (1 + math.cos(math.pi * done / 100)) if step % 4 == 0 else None
+
+    theirs = write_theirs(tmp_path / "out", 40, 74, until=80, rate=cosine)
+    known = {"learning_rate": 1e-3, "floor": 0.0, "name": "cosine"}
+
+    def notes(number: int, **differs: Any) -> tuple[str, ...]:
+        rate, *schedule = (known | differs).values()
+        training = {
+            "max_steps": 100,
+            "optimizer": {"learning_rate": rate},
+            "schedule": {"warmup": 0, **dict(zip(("floor", "name"), schedule, strict=True))},
+        }
+        return adopt(theirs, ours(tmp_path, run={"name": f"r{number}"}, training=training)).notes
+
+    assert notes(1) == notes(2, learning_rate=1.02e-3) == ()
+    (hot,) = notes(3, learning_rate=1e-2)
+    logged = f"{cosine(72):.3g}"
+    assert (
+        f"logged at step 72 is {logged} there and would be 0.00194 here, which goes on with 0.00158 at step 75" in hot
+    )
+    (floored,) = notes(4, floor=0.1)
+    assert f"{logged} there and would be 0.000274 here, which goes on with 0.000242 at step 75" in floored
+    assert len(notes(5, name="linear")) == 1
 
 
 @pytest.mark.parametrize("harm", ["optimizer.pt", "scheduler.pt", "model.safetensors", "trainer_state.json"])

@@ -16,10 +16,10 @@ from tests.trainer_room.rig import Rig, same_end, weights
 from worker.attach import nonfinite_ranks
 from worker.contract.loss_history import Record
 from worker.contract.manifest import complete_manifest
+from worker.contract.recipe_config import schedule_factor
 from worker.guard import why_unguarded, withhold
 from worker.interrupts import Ask
 from worker.judgement import OK
-from worker.optimizers import schedule_factor
 from worker.resume import optimizer_steps
 from worker.tap import StepTap
 

@@ -27,10 +27,10 @@ from worker.checkpoints import PROOF, Proof
 from worker.contract import config as configuration
 from worker.contract.files import publish_message, read_message
 from worker.contract.manifest import complete_manifest
+from worker.contract.recipe_config import schedule_factor
 from worker.contract.run_dir import RunDir
 from worker.fits import refuse_other_model
 from worker.leaving import RefusedError
-from worker.optimizers import schedule_factor
 from worker.order import EpochOrder
 from worker.resume import Settings, refuse_changes
 
