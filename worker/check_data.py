@@ -13,7 +13,7 @@ from worker.contract.check_report import DataLook, Found, Lengths, LookedAt
 from worker.contract.config import Config
 from worker.data import samples_of, split_tokens
 from worker.documents import Content, DataError, Row, SetKey, read_rows
-from worker.row_filter import RowFilter
+from worker.row_filter import RowFilter, nothing_left
 from worker.token_cache import Tokens
 from worker.tokens import collect, encode_bytes, encoder
 
@@ -39,6 +39,9 @@ class _Read:
     tokens: Tokens
     row_filter: RowFilter
     digests: list[int]
+    """Of each row that was read and holds something, those that have no tokens to learn included."""
+    num_rows: int
+    """All that were read."""
     is_whole: bool
 
 
@@ -72,14 +75,15 @@ def _error(error: DataError) -> Found:
 def _read(key: SetKey, config: Config, tokenizer: Any, base: Path, read_for_s: float) -> _Read:
     data, ends_at = config.data, time.monotonic() + read_for_s
     row_filter, digests = RowFilter(key, _ALL), []
-    is_whole = True
+    num_rows, is_whole = 0, True
 
     def rows() -> Iterator[Row]:
-        nonlocal is_whole
+        nonlocal num_rows, is_whole
         for row in read_rows(key, data, base):
             if time.monotonic() > ends_at:
                 is_whole = False
                 return
+            num_rows += 1
             yield row
 
     def noted() -> Iterator[tuple[Row, Content]]:
@@ -91,7 +95,7 @@ def _read(key: SetKey, config: Config, tokenizer: Any, base: Path, read_for_s: f
     kind: type[np.generic] = np.uint8 if is_bytes else np.uint16 if len(tokenizer) <= 2**16 else np.int32
     encode = encode_bytes if is_bytes else encoder(tokenizer)
     tokens = collect(noted(), encode, kind, data.max_tokens, data.pack, row_filter)
-    return _Read(tokens, row_filter, digests, is_whole)
+    return _Read(tokens, row_filter, digests, num_rows, is_whole)
 
 
 def _digest(content: Content) -> int:
@@ -102,16 +106,19 @@ def _digest(content: Content) -> int:
 def _looked_at(key: SetKey, read: _Read, config: Config, tokenizer: Any, found: list[Found]) -> LookedAt:
     notes = read.row_filter.notes()
     counts = {reason: one.count for reason, one in notes.left_out.items()}
-    total = len(read.digests) + sum(counts.get(reason, 0) for reason in ("broken", "empty", "special_characters"))
-    found += _of_rows(key, counts, notes.lines, total, config)
+    is_usable = counts.get("broken", 0) <= config.data.max_bad_rows
+    if read.is_whole and is_usable and len(read.tokens.starts) == 0:
+        found.append(_error(nothing_left(key, counts, config.data.max_tokens)))
+    else:
+        found += _of_rows(key, counts, notes.lines, read.num_rows, config)
     duplicates = len(read.digests) - len(set(read.digests))
     if duplicates:
         found.append(_of_duplicates(key, duplicates, len(read.digests)))
     samples = None
-    if read.is_whole and counts.get("broken", 0) <= config.data.max_bad_rows:
+    if read.is_whole and is_usable and len(read.tokens.starts):
         samples = _samples(key, read, config, tokenizer, found)
     elif not read.is_whole:
-        found.append(_not_read(key, len(read.digests)))
+        found.append(_not_read(key, read.num_rows))
     lengths = _lengths(read.tokens, config.data.max_tokens)
     return LookedAt(
         documents=len(read.tokens.starts), tokens=len(read.tokens.ids), samples=samples, left_out=counts,
@@ -153,7 +160,7 @@ def _of_rows(
         yield Found(level="warning", key=f"data.{key}", message=message, evidence=told, mend=mend)
     cut = counts.get("cut", 0)
     if cut > _MANY * max(1, total):
-        message = f"{cut / total:.0%} of the documents are cut at data.max_tokens ({config.data.max_tokens})"
+        message = f"{cut / total:.0%} of the rows are cut at data.max_tokens ({config.data.max_tokens})"
         mend = "set data.pack: true, where the rest goes on in the next block, or raise data.max_tokens"
         yield Found(level="warning", key="data.max_tokens", message=message, evidence=f"{cut} of {total}", mend=mend)
 

@@ -20,7 +20,7 @@ from worker.contract.config import Config
 from worker.contract.data_report import DataReport, SetReport
 from worker.contract.recipe_config import DataConfig
 from worker.documents import DataError, Row, SetKey, read_rows
-from worker.row_filter import RowFilter
+from worker.row_filter import RowFilter, nothing_left
 from worker.sources import Locate, Piece, pieces_between, rows_of_samples
 from worker.token_cache import Notes, Tokens, cached, key_of
 from worker.tokens import collect, encode_bytes, encoder
@@ -61,9 +61,12 @@ def build_data(
     Tokens are made once where there is a folder ``cache`` to keep them in, and lie in ``staged`` until they are whole.
     ``alive`` is called with each row: it may take hours.
     """
-    made = {"train": _tokens("train", config, tokenizer, base, cache, alive, staged)}
-    if config.data.eval:
-        made["eval"] = _tokens("eval", config, tokenizer, base, cache, alive, staged)
+    keys: tuple[SetKey, ...] = ("train", "eval") if config.data.eval else ("train",)
+    made = {key: _tokens(key, config, tokenizer, base, cache, alive, staged) for key in keys}
+    for key, (one, notes) in made.items():
+        if len(one.starts) == 0:
+            counts = {reason: gone.count for reason, gone in notes.left_out.items()}
+            raise nothing_left(key, counts, config.data.max_tokens)
     tokens = {key: one for key, (one, _) in made.items()}
     if config.data.eval_share:
         tokens["train"], tokens["eval"] = split_tokens(tokens["train"], config.data.eval_share, config.run.seed)
@@ -91,8 +94,6 @@ def _report(tokens: Tokens, samples: "Blocks | Rows", notes: Notes) -> SetReport
 
 def samples_of(key: str, tokens: Tokens, data: DataConfig, padding: int) -> "Blocks | Rows":
     """The samples of one set of documents: packed into blocks, or one document a row."""
-    if len(tokens.ids) == 0:
-        raise DataError(f"data.{key}: it holds no document of two tokens or more; give it text")
     length = data.max_tokens
     if not data.pack:
         return Rows(tokens, length)

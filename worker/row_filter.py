@@ -1,7 +1,8 @@
 """Rows that are not trained on: why, how many, and which; and the limit on those that are broken."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 from worker.contract.data_report import LeftOut, Reason
 from worker.documents import ASSISTANT, Content, DataError, Pair, Row, SetKey
@@ -10,6 +11,17 @@ from worker.token_cache import Notes
 
 _PLACES_KEPT = 1000
 _LINES_KEPT = 20
+_WHY: Final[dict[Reason, tuple[str, str]]] = {
+    "broken": ("broken", "mend them"),
+    "empty": ("empty", "give them text"),
+    "special_characters": ("without a letter or digit", "give them text"),
+    "no_trainable_token": (
+        "without an answer to learn, or of a single token",
+        "write an answer (role assistant, or a completion), or more text",
+    ),
+    "too_long": ("longer than data.max_tokens ({max_tokens})", "raise data.max_tokens"),
+}
+"""Of a reason to leave a row out: what is said of such rows, and the mend. A row that is cut is not left out."""
 
 
 class RowFilter:
@@ -73,3 +85,12 @@ def what_is_wrong(content: Content) -> Reason | None:
     if not learned.strip():
         return "no_trainable_token"
     return None if any(character.isalnum() for character in text) else "special_characters"
+
+
+def nothing_left(key: SetKey, left_out: Mapping[Reason, int], max_tokens: int) -> DataError:
+    """What is said of a set of which every row was left out, for the reasons that are counted in ``left_out``."""
+    if not left_out:
+        return DataError(f"data.{key}: it holds no row; give it text")
+    told = ", ".join(f"{count} {_WHY[reason][0]}" for reason, count in left_out.items()).format(max_tokens=max_tokens)
+    mend = _WHY[max(left_out, key=lambda reason: left_out[reason])][1]
+    return DataError(f"data.{key}: none of its rows can be used: {told}; {mend}")

@@ -196,7 +196,7 @@ class TestFormats:
 
     @pytest.mark.parametrize(
         ("content", "expected"),
-        [(b"", "no document of two tokens"), (b"x", "no document of two tokens"), (b"xyz", "its 3 tokens do not fill")],
+        [(b"", "1 empty"), (b"x", "of a single token"), (b"xyz", "its 3 tokens do not fill")],
     )
     def test_too_little_text(self, tmp_path: Path, content: bytes, expected: str) -> None:
         (tmp_path / "a.txt").write_bytes(content)

@@ -82,12 +82,22 @@ def _index(folder: Path) -> None:
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(shards))
 
 
+ASKED = {"messages": [{"role": "user", "content": "x"}]}
 TEXTS = [{"text": f"some text {number} to train on, and a little more of it"} for number in range(30)]
 WRONG = {
     "missing column": (lambda f: _rows(f, *[{"body": "a text"}] * 3), {}, "data.train", "has no 'text'", "data.text"),
     "a key twice": (lambda f: _rows(f, *TEXTS, '{"text": "a", "text": "b"}'), {}, "data.train", "twice", "keep one"),
     "no chat template": (_without_template, {}, "data.train", "no chat template", "data.tokenizer"),
-    "no data": (lambda f: _rows(f, {"text": "  "}), {}, "data.train", "no document of two tokens", "give it text"),
+    "no row": (lambda f: _rows(f), {}, "data.train", "it holds no row", "give it text"),
+    "no text": (lambda f: _rows(f, {"text": "  "}), {}, "data.train", "can be used: 1 empty", "give them text"),
+    "no answer": (
+        lambda f: _rows(f, ASKED, ASKED), {"eval_share": 0.5}, "data.train", "can be used: 2 without an answer",
+        "write an answer",
+    ),
+    "all too long": (
+        lambda f: _rows(f, *[{"prompt": "what?", "completion": "a long answer"}] * 3), {"max_tokens": 8}, "data.train",
+        "can be used: 3 longer than data.max_tokens (8)", "raise data.max_tokens",
+    ),
     "less than a block": (
         lambda f: _rows(f, {"text": "few words"}), {}, "data.train", "do not fill one block", "data.max_tokens",
     ),
@@ -113,6 +123,13 @@ def test_what_a_worker_would_refuse_is_an_error_with_its_mend(folder: Path, kind
     assert error.key == key
     assert message in error.message
     assert mend in error.mend
+
+
+def test_a_row_that_is_left_out_counts_once(folder: Path) -> None:
+    said = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
+    _rows(folder, *[said] * 3, "no row", ASKED)
+    (error,) = found(look(wanted(folder, tokenizer="bytes"), folder), "error")
+    assert error.evidence == "broken: 4 of 5 rows; data.max_bad_rows allows 0"
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,29 @@ def test_each_reason_is_counted_and_its_rows_are_kept(tmp_path: Path, is_cached:
         ]
 
 
+@pytest.mark.parametrize("share", [None, 0.5])
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([], "it holds no row; give it text"),
+        (LINES[1:4], "none of its rows can be used: 2 empty, 1 without a letter or digit; give them text"),
+        (
+            [LINES[8], LINES[9], LINES[7]],
+            "none of its rows can be used: 2 without an answer to learn, or of a single token, 1 longer than "
+            "data.max_tokens (64); write an answer (role assistant, or a completion), or more text",
+        ),
+        (LINES[9:10], "none of its rows can be used: 1 longer than data.max_tokens (64); raise data.max_tokens"),
+    ],
+)
+def test_where_no_row_is_left_it_is_said_why(
+    tmp_path: Path, lines: list[str], why: str, is_cached: bool, share: float | None
+) -> None:
+    with pytest.raises(DataError) as caught:
+        built(tmp_path, lines, tmp_path / "tokens" if is_cached else None, eval_share=share)
+    assert str(caught.value) == f"data.train: {why}"
+
+
 def test_broken_rows_are_fatal_beyond_the_limit(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl: line 5 is not JSON .*remove it$"):
         built(tmp_path, LINES)
