@@ -7,6 +7,7 @@ from typing import Final
 
 from supervisor.evidence import Evidence, is_nonfinite, is_scaler_skip, median_of
 from supervisor.journal import GaveUp, HangSeen, WorkerLeft
+from supervisor.report.evaluations import evaluations, evaluations_text
 from worker.contract.exit_report import PROOF_ERROR, ErrorDetail, Outcome
 from worker.contract.loss_history import Record
 from worker.contract.words import count
@@ -33,6 +34,10 @@ _NOT_MINIMISED: Final = 0.02
 """A loss that starts so near zero, as a policy gradient's does, says nothing of what is learned."""
 _NEARLY_NEW: Final = 0.5
 """Of ln(vocabulary): a loss above that is one that still has all to learn."""
+_LAST_EVALUATIONS: Final = 5
+_WORSE: Final = 0.03
+"""Share above the best evaluation."""
+_SCATTERS: Final = 3
 _WAITING: Final = 0.2
 _SLOWER: Final = 0.7
 
@@ -200,6 +205,31 @@ def rebound(evidence: Evidence) -> Says:
     return (
         f"the loss was {best:.4g} around step {at + span // 2} and is {now:.4g} now, {now / best - 1:.0%} higher",
         f"the schedule is {evidence.config.training.schedule.name}, the rate {evidence.branch[-1].lr or 0:.3g} now",
+    )
+
+
+def evaluates_worse(evidence: Evidence) -> Says:
+    """The last evaluations are all well above the best one, while the training loss fell on."""
+    found, branch = evaluations(evidence.branch), evidence.branch
+    if found is None or found["best_eval_loss"] < _NOT_MINIMISED:
+        return ()
+    best, best_step = found["best_eval_loss"], found["best_step"]
+    losses = [one.eval_loss for one in branch if one.eval_loss is not None]
+    since = [one.eval_loss for one in branch if one.eval_loss is not None and one.evaluated_step >= best_step]
+    middles = ((one + other) / 2 for one, other in zip(since, since[2:], strict=False))
+    scatter = median_of(abs(loss - middle) for loss, middle in zip(since[1:], middles, strict=False)) or 0.0
+    worse = min(losses[-_LAST_EVALUATIONS:]) - best
+    if len(since) <= _LAST_EVALUATIONS or worse < max(
+        _WORSE * best, _SCATTERS * scatter, _OF_THE_FALL * (losses[0] - best)
+    ):
+        return ()
+    until = [one.loss for one in branch if one.loss is not None and one.step <= best_step]
+    then, now = median_of(until[-_LONG:]), median_of(_losses(evidence)[-_LONG:])
+    if then is None or now is None or now >= then:
+        return ()
+    return (
+        f"evaluation loss {evaluations_text(found)}; {len(since) - 1} evaluations since then",
+        f"the training loss was {then:.4g} then and is {now:.4g} now",
     )
 
 

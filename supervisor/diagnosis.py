@@ -31,6 +31,7 @@ from supervisor.config_history import fixed_since, named
 from supervisor.curve_shapes import (
     at_regular_distances,
     ended_badly,
+    evaluates_worse,
     proof_failed,
     proof_failed_before,
     rebound,
@@ -260,8 +261,15 @@ SHAPES: Final[Sequence[Row[Evidence]]] = (
     Row(
         "a rebound", "the rate stays high for too long, or the data changed", "possible", rebound, _by(_other_schedule),
     ),
+    Row(
+        "the evaluation gets worse", "it overfits the training data", "likely", evaluates_worse,
+        _say(
+            "take the weights in best/, which are those of the lowest evaluation; for another run fewer epochs, more "
+            "data or more regularisation"
+        ),
+    ),
 )  # fmt: skip
-"""Of a curve without a verdict."""
+"""Of the curves, the training's where it has no verdict."""
 
 HARMLESS: Final[Sequence[Row[Evidence]]] = (
     Row(

@@ -166,6 +166,7 @@ HISTORIES: dict[str, Callable[[], Evidence]] = {
     ),
     "stuck high": lambda: of(steps(1, 300, begun=FRESH, loss=5.5), model=SCRATCH, name="sgd", rate=2e-5),
     "a rebound": lambda: of(steps(1, 400, begun=FRESH), steps(401, 800, loss=2.3)),
+    "the evaluation gets worse": lambda: evaluated(*FALLS, *RISES),
     "slow: waiting for data": lambda: of(steps(1, 300, begun=FRESH, data_wait_s=0.4)),
     "slower than before": lambda: of(
         CALM,
@@ -177,6 +178,16 @@ HISTORIES: dict[str, Callable[[], Evidence]] = {
     ),
     "nothing yet": lambda: of(),
 }
+
+
+def evaluated(*eval_losses: float, loss: Callable[[int], float] = lambda step: 2.0 - step / 1000) -> Evidence:
+    """A run that is evaluated each 50 steps."""
+    told = {50 * number: each for number, each in enumerate(eval_losses, 1)}
+    return of(steps(1, max(told), begun=FRESH, loss=loss, eval_loss=told.get))
+
+
+FALLS = (3.0, 2.5, 2.2, 2.0, 1.9)
+RISES = (1.92, 1.94, 1.96, 1.98, 2.0, 2.02, 2.04)
 
 
 def refusal(attempt: int) -> WorkerLeft:
@@ -307,6 +318,28 @@ AGAIN = (CALM, spike(401, 403), steps(391, 400, 2, start("checkpoint-390"), lr=5
         ),
         ("noise", of(steps(1, 800, begun=FRESH, loss=lambda s: 2.0 + 0.3 * (s % 7) / 7)), "a rebound"),
         (
+            "four evaluations since the best",
+            evaluated(*FALLS, 2.1, 2.2, 2.3, 2.4),
+            "the evaluation gets worse",
+        ),
+        ("one of the last five is near the best", evaluated(*FALLS, *RISES, 1.91), "the evaluation gets worse"),
+        ("a flat end", evaluated(*FALLS, *[1.94] * 20), "the evaluation gets worse"),
+        (
+            "evaluations that waver",
+            evaluated(*FALLS, *(2.0 + (0.1 if n % 2 else -0.03) for n in range(20))),
+            "the evaluation gets worse",
+        ),
+        (
+            "evaluations that waver near zero",
+            evaluated(5.6, 1.0, 0.05, *(0.06 + n / 1000 for n in range(9))),
+            "the evaluation gets worse",
+        ),
+        (
+            "the training loss rises as well",
+            evaluated(*FALLS, *RISES, loss=lambda step: 2.0 + step / 10_000),
+            "the evaluation gets worse",
+        ),
+        (
             "a step that waited once",
             of(steps(1, 300, begun=FRESH, data_wait_s=lambda s: 9.0 if s == 7 else 0.0)),
             "slow: waiting for data",
@@ -315,6 +348,15 @@ AGAIN = (CALM, spike(401, 403), steps(391, 400, 2, start("checkpoint-390"), lr=5
 )
 def test_a_neighbour_is_not_taken_for_it(name: str, evidence: Evidence, is_not: str) -> None:
     assert is_not not in symptoms(evidence)
+
+
+def test_evaluations_that_get_worse_are_told_beside_the_best_of_them() -> None:
+    [said] = diagnose(evaluated(*FALLS, *RISES))
+    assert said.evidence == (
+        "evaluation loss 2.04 at step 600; the best at step 250: 1.9; 7 evaluations since then",
+        "the training loss was 1.8 then and is 1.45 now",
+    )
+    assert "take the weights in best/" in said.next
 
 
 def test_a_crash_that_training_went_on_after_is_over() -> None:
