@@ -196,10 +196,13 @@ def _is_over(scheduler: Scheduler) -> Callable[[str], bool]:
 
 
 def own_job(run_dir: RunDir) -> JobStatus | None:
-    """The supervisor's own job, waiting or running; None where there is none. SchedulerError where nobody can say."""
-    scheduler = choose(contract_config.read(run_dir.config).cluster.kind, run_dir.jobs)
-    found = scheduler.find(own_job_name(read_state(run_dir)))
-    return found[0] if found else None
+    """The job that the supervisor lives in or comes with, waiting or running: its own, or where it is embedded the
+    worker's; None where there is none. SchedulerError where nobody can say."""
+    config, state = contract_config.read(run_dir.config), read_state(run_dir)
+    scheduler = choose(config.cluster.kind, run_dir.jobs)
+    is_embedded = config.supervisor.place == "embedded" and not isinstance(scheduler, LocalScheduler)
+    names = [own_job_name(state), *([state.job_name] if is_embedded else [])]
+    return next((job for name in names for job in scheduler.find(name)), None)
 
 
 def own_job_name(run: RunState) -> str:

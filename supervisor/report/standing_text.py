@@ -143,7 +143,10 @@ def _clock(time: float, now: float) -> str:
 def _unattended(row: Row) -> str:
     job = row.get("supervisor_job")
     if job and job["state"] != "RUNNING":
-        return f"its supervisor's job {job['id']} waits"
+        is_waiting = f"job {job['id']} waits"
+        return (
+            f"{is_waiting}, and its supervisor comes with it" if _is_embedded(row) else f"its supervisor's {is_waiting}"
+        )
     if row.get("supervisor_died"):
         return _short(dead_supervisor_text(row["supervisor_died"]))
     holder = row["supervisor"]
@@ -251,6 +254,8 @@ def _supervisor(row: Row) -> str:
     is_gone = holder is None or holder["alive"] is False
     if job and (is_gone or job["state"] != "RUNNING"):
         why = f" ({job['why']})" if job["why"] and job["why"] != "None" else ""
+        if _is_embedded(row):
+            return f"comes with the worker's job {job['id']}, which is {job['state']}{why}"
         return f"its supervisor's job {job['id']} is {job['state']}{why}: it supervises the run when it starts"
     if row.get("supervisor_died"):
         died = row["supervisor_died"]
@@ -260,6 +265,12 @@ def _supervisor(row: Row) -> str:
         unless = "" if "supervisor_job" in row else "unless a job of its supervisor waits, "
         return f"nobody supervises it: {unless}higgsfield resume {row['dir']}"
     return f"process {holder['pid']} on {holder['host']}"
+
+
+def _is_embedded(row: Row) -> bool:
+    """Whether the job that the supervisor comes with is the worker's."""
+    job, worker = row.get("supervisor_job"), row["job"]
+    return job is not None and worker is not None and bool(job["id"] == worker["id"])
 
 
 def dead_supervisor_text(died: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ def _row(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
     """A run's row; one that cannot be read does not hide the others."""
     try:
         row = standing(run_dir, in_detail)
-        return row if row["state"] in OVER else row | who_comes(run_dir, row["supervisor"])
+        return row if row["state"] in OVER else _with_its_job(row | who_comes(run_dir, row["supervisor"]))
     except UnusableFileError as error:
         if in_detail:
             raise
@@ -54,8 +54,16 @@ def _row(run_dir: RunDir, in_detail: bool) -> dict[str, Any]:
         return unreadable(run_dir, f"{error.filename or run_dir.path}: {error.strerror}")
 
 
+def _with_its_job(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the run's job as it is now, where its supervisor comes with it: nobody looks at it till then."""
+    job, found = row["job"], row.get("supervisor_job")
+    if not job or not found or found["id"] != job["id"] or found["state"] == job["state"]:
+        return row
+    return row | {"job": job | found | {"because": "", "nodes": [], "draining": []}, "eta": None}
+
+
 def who_comes(run_dir: RunDir, holder: dict[str, Any] | None) -> dict[str, Any]:
-    """The supervisor's own job, where no supervisor is known to live; nothing where the scheduler does not answer."""
+    """The supervisor's job, where no supervisor is known to live; nothing where the scheduler does not answer."""
     if holder is not None and holder["alive"]:
         return {}
     try:

@@ -154,6 +154,32 @@ def test_a_supervisor_that_died_before_it_began_is_named_with_its_last_words(
     assert "supervisor's job" not in capsys.readouterr().err
 
 
+def test_an_embedded_supervisor_comes_back_with_the_worker_s_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = Stage(tmp_path, supervisor={"place": "embedded"})
+    monkeypatch.setattr(supervise, "choose", lambda *_: stage.scheduler)
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    began = SupervisorStarted(reason="", host="n1", pid=1, job_id=stage.job_id)
+    Journal(stage.run_dir.journal, time.time, lambda: None).record(began, 1, 1)
+    stage._forget_lease()
+    run, job_id = str(stage.run_dir.path), stage.job_id
+    assert f"supervisor comes with the worker's job {job_id}, which is RUNNING" in told(capsys, "status", run)
+    stage.scheduler.set_state(job_id, JobState.PENDING, why="BeginTime", restarts=1, starts_at=time.time() + 60)
+    text = told(capsys, "status", run)
+    assert f"job {job_id} is PENDING (BeginTime), Slurm expects it to start about " in text
+    assert f"supervisor comes with the worker's job {job_id}, which is PENDING (BeginTime)" in text
+    assert not any(words in text for words in ("ended before", "higgsfield resume"))
+    assert f"job {job_id} waits, and its supervisor comes with it" in told(capsys, "status", "--dir", str(tmp_path))
+    assert cli.main(["log", run]) == cli.OK
+    assert "ended before" not in capsys.readouterr().err
+    stage.scheduler.set_state(job_id, JobState.CANCELLED)
+    assert f"its supervisor's job {job_id} ended before the run did" in told(capsys, "status", run)
+
+
 def test_a_scheduler_that_does_not_answer_leaves_it_open_who_comes(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
