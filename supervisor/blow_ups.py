@@ -14,6 +14,7 @@ from supervisor.rate_rules import rate_rule, rates_from_scratch, shares_of_warmu
 from supervisor.recipe_facts import Facts
 from supervisor.spike_policy import SOON_AFTER_RESUME
 from worker.contract.loss_history import BatchPosition, Record
+from worker.contract.recipe_config import STARTING_RATES
 from worker.contract.words import count
 
 Says = Sequence[str]
@@ -29,6 +30,8 @@ _ONE_LEVEL: Final = 1.5
 _AT_ONCE: Final = 2
 """Steps after a resume within which only the resume itself is new."""
 _FIRST_STEPS: Final = 20
+_SOME_STEPS: Final = _FIRST_STEPS // 2
+"""Steps that a rate far too high does not get through."""
 _LATE_STEPS: Final = 1_000
 _LATE_SHARE: Final = 0.2
 _SOON_AFTER_WARMUP: Final = (50, 0.05)
@@ -41,8 +44,8 @@ _ROLLED_BACK: Final = frozenset({"spike", "divergence", "nonfinite", "rollback"}
 
 
 def at_the_same_batch(incident: Incident) -> Says:
-    """An earlier verdict began at the same batch, or beside it: at another rate, or in another epoch of data that are
-    not shuffled."""
+    """An earlier verdict began at the same batch, or beside it: in another epoch of data that are not shuffled, or at
+    another rate. As the same batch comes at the same step, another rate alone tells only where it is a usual one."""
     here = _onset_batch(incident)
     if here is None or _was_creeping(incident):
         return ()
@@ -53,11 +56,26 @@ def at_the_same_batch(incident: Incident) -> Says:
         is_other_epoch = here.epoch != there.epoch
         if _is_same_rate(incident, other) if not is_other_epoch else incident.evidence.config.data.shuffle:
             continue  # the same steps once more at the same rate end the same, whatever the cause; or they are others
+        is_other_step = incident.onset - here.batch != other.onset - there.batch
+        if not is_other_step and len(_own_before(incident)) < _SOME_STEPS and not _has_usual_rate(incident):
+            continue
         return (
             f"{_began(other, there)}, and again {_began(incident, here)}",
             "another epoch, the same batch" if is_other_epoch else "the rate was another one, the batch was not",
         )
     return ()
+
+
+def _own_before(incident: Incident) -> Sequence[Record]:
+    """What the verdict's attempt had trained before the onset."""
+    return [record for record in incident.before if record.attempt == incident.verdict.attempt]
+
+
+def _has_usual_rate(incident: Incident) -> bool:
+    """Whether the peak is known not to be above what the optimizer takes."""
+    training = incident.evidence.config.training
+    is_known = training.entrypoint is None and training.optimizer.name in STARTING_RATES and incident.peak is not None
+    return is_known and not above_rate_of_optimizer(incident) and not above_rate_of_batch(incident)
 
 
 def _onset_batch(incident: Incident) -> BatchPosition | None:
@@ -77,7 +95,7 @@ def _is_same_rate(one: Incident, other: Incident) -> bool:
 def suddenly_infinite(incident: Incident) -> Says:
     """The loss itself is not finite, from one step to the next, after steps that were calm; not under fp16."""
     first = incident.streak[0]
-    if not incident.is_nonfinite or "loss" not in first.nonfinite or len(incident.usual) < _FIRST_STEPS // 2:
+    if not incident.is_nonfinite or "loss" not in first.nonfinite or len(incident.usual) < _SOME_STEPS:
         return ()
     if incident.evidence.config.training.precision == "fp16" or _was_creeping(incident):
         return ()

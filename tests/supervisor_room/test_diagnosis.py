@@ -620,3 +620,35 @@ def test_what_a_person_has_set_since_is_not_advised_again_and_what_it_cured_is_s
     assert "try" not in dict(details_of(rolled))
     worse = replace(again, records=[*again.records[:-1], *nonfinite(300, 2, lr=0.1)])
     assert not any("cured" in one.cause for one in diagnose(replace(worse, events=events)))
+
+
+# -- the data, or a rate that nothing gets through ---------------------------------------------------------------------
+
+
+def twice(step: int, rate: float, again: int = 0, **given: Any) -> Evidence:
+    """From scratch, not finite at the batch of ``step``; and once more, or at step ``again``, at half the rate."""
+    [first] = nonfinite(step, loss=False, lr=rate)
+    [last] = nonfinite(again or step, 2, loss=False, lr=rate / 2)
+    one = [*steps(1, first.step - 1, begun=FRESH, lr=rate), first]
+    other = [*steps(1, last.step - 1, 2, FRESH, lr=rate / 2), last.model_copy(update={"data": first.data})]
+    return of(
+        one, other, rate=rate, events=[begun(1, "first"), begun(2, "nonfinite", 0.5)], **{"model": SCRATCH} | given
+    )
+
+
+@pytest.mark.parametrize(
+    ("evidence", "symptom"),
+    [
+        (twice(3, 2e5), "above the optimizer's rate"),
+        (twice(3, 1e15, name="sgd"), "above the optimizer's rate"),
+        (twice(3, 2.0, model={"path": "m", "config": None}), "above the rate of the batch"),
+        (twice(3, 2.0, name="torch.optim:Other"), "not finite from the first steps"),
+        (twice(3, 2e-4), "at the same batch"),
+        (twice(30, 2.0), "at the same batch"),  # no such rate lets 29 steps go well
+        (twice(5, 2e5, again=3), "at the same batch"),  # after other steps, as two batches are left out
+    ],
+)
+def test_the_same_batch_at_the_same_step_tells_nothing_at_a_rate_that_is_far_too_high(
+    evidence: Evidence, symptom: str
+) -> None:
+    assert symptoms(evidence) == [symptom]
