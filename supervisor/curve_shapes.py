@@ -139,10 +139,9 @@ def _is_of_settings(error: ErrorDetail) -> bool:
 
 def ended_badly(evidence: Evidence) -> Says:
     """The last start crashed, was refused, ran out of memory or hung, and nothing was trained since."""
-    ends = [event for event in evidence.events if isinstance(event, WorkerLeft | HangSeen)]
-    if not ends or (evidence.records and evidence.records[-1].attempt > ends[-1].attempt):
+    last = evidence.last_end
+    if last is None or evidence.last_trained > last.attempt:
         return ()
-    last = ends[-1]
     if isinstance(last, HangSeen):
         return (f"attempt {last.attempt}: {last.quiet_s:.0f} s without a sign in phase {last.phase}",)
     if last in evidence.refusals or last.outcome not in (

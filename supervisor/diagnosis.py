@@ -43,8 +43,10 @@ from supervisor.curve_shapes import (
     waits_for_data,
 )
 from supervisor.evidence import Evidence, Incident
-from supervisor.journal import Diagnosis
+from supervisor.fold import ending_of
+from supervisor.journal import Diagnosis, GaveUp
 from supervisor.rate_rules import by_batch, rates_from_scratch
+from supervisor.report.advice import after_bad_end, after_giving_up
 from worker.contract.config import Config
 from worker.contract.recipe_config import STARTING_RATES
 from worker.contract.replay import Change
@@ -108,6 +110,16 @@ def _put_back(evidence: Evidence) -> str:
         f"put back what was changed ({named(keys)})" if keys else "put it back (in the config, the data or the script)"
     )
     return f"{what} and resume, or begin a new run under another run.name"
+
+
+def _after_its_end(evidence: Evidence) -> str:
+    """What the log says is to be tried, where it knows that."""
+    ending, end = ending_of(evidence.events), evidence.last_end
+    found = after_giving_up(ending) if isinstance(ending, GaveUp) else []
+    advised = found[0] if found else after_bad_end(end) if end is not None else None
+    if advised is None:
+        return "logs/train.log has the whole of it; higgsfield log says what was done about it"
+    return f"{advised}; then higgsfield resume {evidence.config.run.name}" if isinstance(ending, GaveUp) else advised
 
 
 def _half_the_rate(config: Config) -> str:
@@ -255,7 +267,7 @@ SPECIFIC: Final[Sequence[Row[Evidence]]] = (
 SHAPES: Final[Sequence[Row[Evidence]]] = (
     Row(
         "its last start ended badly", "the program, its settings or its machine", "sure", ended_badly,
-        _say("logs/train.log has the whole of it; higgsfield log says what was done about it"),
+        _after_its_end,
     ),
     Row("stuck high", "it does not learn", "likely", stuck_high, _by(_learn_at_all)),
     Row(

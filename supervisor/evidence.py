@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from supervisor.config_history import by_key, changed_since, rate_of_attempt, values_of
 from supervisor.how_it_left import cause_of
-from supervisor.journal import Continued, Event, GaveUp, Plan, RolledBack, WorkerLeft, WouldHaveDone
+from supervisor.journal import Continued, Event, GaveUp, HangSeen, Plan, RolledBack, WorkerLeft, WouldHaveDone
 from worker.contract.config import Config
 from worker.contract.data_report import DataReport
 from worker.contract.exit_report import Outcome
@@ -61,6 +61,12 @@ class Evidence:
     def last_trained(self) -> int:
         """The newest attempt that made a step; 0 where none did."""
         return self.records[-1].attempt if self.records else 0
+
+    @property
+    def last_end(self) -> WorkerLeft | HangSeen | None:
+        """How the newest start ended; None where none has."""
+        ends = (event for event in reversed(self.events) if isinstance(event, WorkerLeft | HangSeen))
+        return next(ends, None)
 
     @property
     def interrupted_by(self) -> list[str]:

@@ -5,8 +5,9 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from supervisor.journal import Continued, Event, GaveUp, RolledBack
+from supervisor.journal import Continued, Event, GaveUp, HangSeen, RolledBack, WorkerLeft
 from worker.contract.config import Config
+from worker.contract.exit_report import Outcome
 
 _LOWER: Final = "a lower training.optimizer.learning_rate, a longer training.schedule.warmup"
 _ADVICE: Final = {
@@ -73,6 +74,16 @@ def after_giving_up(event: GaveUp) -> list[str]:
     settings = event.diagnosis.next if event.diagnosis is not None and event.diagnosis.next != "nothing" else None
     known = _after_crash(event.reason), memory, settings, _mend_script(event.error or "")
     return [text for text in known if text is not None]
+
+
+def after_bad_end(end: WorkerLeft | HangSeen) -> str | None:
+    """What to try after a start that ended badly; None where its log alone says more."""
+    if isinstance(end, HangSeen):
+        return _ADVICE["hang"]
+    if end.outcome in (Outcome.OUT_OF_MEMORY, Outcome.VANISHED):
+        return _ADVICE[end.outcome.value]
+    traceback = end.error.traceback if end.outcome is Outcome.CRASHED and end.error is not None else ""
+    return _after_crash(end.reason) or _mend_script(traceback)
 
 
 def _go_on(event: GaveUp, found: Sequence[str], folder: str) -> str:

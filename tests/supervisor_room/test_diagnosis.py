@@ -18,6 +18,8 @@ from supervisor.journal import (
     Continued,
     Diagnosis,
     Event,
+    GaveUp,
+    HangSeen,
     JobSeen,
     NodeStruck,
     ResumeRequested,
@@ -363,6 +365,34 @@ def test_a_crash_that_training_went_on_after_is_over() -> None:
     left = WorkerLeft(attempt=1, outcome=Outcome.CRASHED)
     assert symptoms(of(CALM, events=[left])) == ["its last start ended badly"]
     assert symptoms(of(CALM, steps(401, 500, 2, start("checkpoint-400")), events=[left])) == ["healthy"]
+
+
+def test_what_is_to_be_tried_after_a_start_that_ended_badly_is_what_the_log_says() -> None:
+    call = '  File "/x/worker/own_script.py", line 86, in run\n    script(self)\n'
+    trace = f'Traceback (most recent call last):\n{call}  File "/w/broken.py", line 4, in main\nIndexError: 9'
+    error = ErrorDetail(type="IndexError", message="9", traceback=trace)
+    left = WorkerLeft(attempt=1, outcome=Outcome.CRASHED, error=error, reason="the worker crashed: rank 0 on n: 9")
+    over = GaveUp(reason="the same crash twice before any step: IndexError: 9", error=trace)
+
+    def tried(*events: Event) -> str:
+        [one] = diagnose(of(events=events))
+        assert one.symptom == "its last start ended badly"
+        return one.next
+
+    assert tried(left) == "mend /w/broken.py, line 4"
+    assert tried(left, over) == "mend /w/broken.py, line 4; then higgsfield resume r"
+    assert ("try", "mend /w/broken.py, line 4") in details_of(over), "and the log"
+    memory = WorkerLeft(attempt=1, outcome=Outcome.OUT_OF_MEMORY)
+    assert "a smaller training.batch_size" in tried(memory)
+    by_slurm = GaveUp(reason="out of memory again, without a new healthy checkpoint: Slurm says OUT_OF_MEMORY")
+    assert "a smaller training.batch_size" in tried(left.model_copy(update={"error": None}), by_slurm)
+    killed = left.model_copy(update={"error": None, "reason": "the worker ended: rank 0 on n was killed by signal 9"})
+    assert "most often memory ran out" in tried(killed)
+    assert "jobs/ has the job's stderr" in tried(WorkerLeft(attempt=1, outcome=Outcome.VANISHED))
+    hung = HangSeen(attempt=1, phase="training", quiet_s=60.0, limit_s=30.0, stacks="attempts/1")
+    assert "look at the stacks" in tried(hung)
+    data = WorkerLeft(attempt=1, outcome=Outcome.REFUSED, error=ErrorDetail(type="DataError", message="no"))
+    assert tried(data).startswith("logs/train.log has the whole of it")
 
 
 def test_what_is_to_be_tried_goes_by_the_configuration() -> None:
