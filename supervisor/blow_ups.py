@@ -31,7 +31,7 @@ _AT_ONCE: Final = 2
 """Steps after a resume within which only the resume itself is new."""
 _FIRST_STEPS: Final = 20
 _SOME_STEPS: Final = _FIRST_STEPS // 2
-"""Steps that a rate far too high does not get through."""
+"""So many a rate that is far too high does not get through."""
 _LATE_STEPS: Final = 1_000
 _LATE_SHARE: Final = 0.2
 _SOON_AFTER_WARMUP: Final = (50, 0.05)
@@ -57,7 +57,7 @@ def at_the_same_batch(incident: Incident) -> Says:
         if _is_same_rate(incident, other) if not is_other_epoch else incident.evidence.config.data.shuffle:
             continue  # the same steps once more at the same rate end the same, whatever the cause; or they are others
         is_other_step = incident.onset - here.batch != other.onset - there.batch
-        if not is_other_step and len(_own_before(incident)) < _SOME_STEPS and not _has_usual_rate(incident):
+        if not is_other_step and len(_went_well(incident)) < _SOME_STEPS and not _has_usual_rate(incident):
             continue
         return (
             f"{_began(other, there)}, and again {_began(incident, here)}",
@@ -66,9 +66,10 @@ def at_the_same_batch(incident: Incident) -> Says:
     return ()
 
 
-def _own_before(incident: Incident) -> Sequence[Record]:
-    """What the verdict's attempt had trained before the onset."""
-    return [record for record in incident.before if record.attempt == incident.verdict.attempt]
+def _went_well(incident: Incident) -> Sequence[Record]:
+    """The steps before the onset at its rate or a higher one."""
+    lr = incident.lr
+    return [record for record in incident.before if lr is not None and record.lr is not None and record.lr >= lr]
 
 
 def _has_usual_rate(incident: Incident) -> bool:

@@ -666,6 +666,14 @@ def twice(step: int, rate: float, again: int = 0, **given: Any) -> Evidence:
     )
 
 
+def resumed(rate: float, before: float) -> Evidence:
+    """Not finite at step 402, and again after a resume at step 400 at half of ``rate``; ``before`` until then."""
+    first = [*steps(1, 400, begun=FRESH, lr=before), *steps(401, 401, lr=rate), *nonfinite(402, loss=False, lr=rate)]
+    again = [*steps(401, 401, 2, start("checkpoint-400"), lr=rate / 2), *nonfinite(402, 2, loss=False, lr=rate / 2)]
+    events = [begun(1, "first"), begun(2, "nonfinite", 0.5)]
+    return of(first, again, rate=rate, events=events, model=SCRATCH)
+
+
 @pytest.mark.parametrize(
     ("evidence", "symptom"),
     [
@@ -675,6 +683,8 @@ def twice(step: int, rate: float, again: int = 0, **given: Any) -> Evidence:
         (twice(3, 2.0, name="torch.optim:Other"), "not finite from the first steps"),
         (twice(3, 2e-4), "at the same batch"),
         (twice(30, 2.0), "at the same batch"),  # no such rate lets 29 steps go well
+        (resumed(2.0, before=2.0), "at the same batch"),
+        (resumed(2.0, before=2e-4), "above the optimizer's rate"),
         (twice(5, 2e5, again=3), "at the same batch"),  # after other steps, as two batches are left out
     ],
 )
