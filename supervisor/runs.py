@@ -20,7 +20,7 @@ from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, GaveUp, RunCreated, SegmentStarted, read_journal
 from supervisor.lease import is_gone, read_holder
 from supervisor.pace import between_steps, estimate, still_since, unread_text, whole_rounds
-from supervisor.report.advice import after_giving_up
+from supervisor.report.advice import after_giving_up, commands
 from supervisor.report.evaluations import evaluations
 from supervisor.report.figures import local_clock
 from supervisor.run_state import OVER, RunState
@@ -50,6 +50,7 @@ _COLUMNS = [
     "attempt",
     "job",
     "supervisor",
+    "supervisor_place",
     "since",
     "eta",
     "doing",
@@ -106,20 +107,22 @@ def _check_same(run_dir: RunDir, config: Config, *, may_change: bool = False) ->
 def _check_change(run_dir: RunDir, there: Config, config: Config, may_change: bool) -> None:
     keys, path = changed_keys(there, config), run_dir.path
     told = ", ".join(keys)
-    state = replay(read_journal(run_dir.journal)).state
+    state, place = replay(read_journal(run_dir.journal)).state, config.supervisor.place
+    go_on = commands(str(path), place)
     if not all(map(_leaves_the_training, keys)):
         mend = f"choose another run.name, or remove {path} to begin anew"
         stays = fixed(by_key(there), by_key(config)) if complete_checkpoints(run_dir) else {}
         if stays:
             mend = f"{' and '.join(stays)} of a run cannot change; {mend}"
         elif state != "finished" and _SHAPE.isdisjoint(keys):
-            first = "" if state in OVER else f"`higgsfield stop {path}`, then "
-            mend += f"; or let that run go on by it: {first}change {run_dir.config} and `higgsfield resume {path}`"
+            change = f"which may be changed{'' if state in OVER else f' after `higgsfield stop {path}`'}"
+            mend += f"; or let that run go on by {run_dir.config}, {change}: {go_on}"
         raise RunError(f"{path}: another run has this name (it differs in {told}); {mend}")
     if state == "finished" or (may_change and state in OVER):
         return
     first = "" if state in OVER else f"`higgsfield stop {path}` first, then "
-    mend = f"{first}submit this file, or change {run_dir.config} and `higgsfield resume {path}`"
+    this = "" if place == "foreground" else "submit this file, or "
+    mend = f"{first}{this}change {run_dir.config}, by which it goes on: {go_on}"
     raise RunError(f"{path}: this run has another {told}; to go on with the new one {mend}")
 
 
@@ -296,6 +299,7 @@ def standing(run_dir: RunDir, in_detail: bool, now: float | None = None) -> dict
         "attempt": state.attempt,
         "job": _job(state),
         "supervisor": holder,
+        "supervisor_place": config.supervisor.place,
         "since": state.since,
         "eta": None if still else estimate(state, total, whole_rounds(own, every), now),
         "doing": doing,

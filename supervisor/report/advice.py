@@ -105,6 +105,12 @@ def how_to_go_on(found: Sequence[str], folder: str, *, is_saved: bool, is_lowere
     return f"there is no checkpoint yet, so nothing is lost by beginning anew: {steps}, or remove {whole}"
 
 
+def commands(folder: str, place: str | None) -> str:
+    """How a run goes on by its config.yaml, here or in a job; ``place``: its ``supervisor.place``."""
+    here = f"higgsfield resume {folder} (here)"
+    return here if place == "foreground" else f"higgsfield submit {folder}/config.yaml (a job), or {here}"
+
+
 def _mend_script(error: str) -> str | None:
     """Where in a person's own script an error came up, by its traceback; None where it was not there."""
     _, ours, theirs = error.rpartition(_CALLS_SCRIPT)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from supervisor.report.advice import how_to_go_on
+from supervisor.report.advice import commands, how_to_go_on
 from supervisor.report.evaluations import evaluations_text
 from supervisor.report.figures import FAR_S, clipped, duration, local_clock, local_moment, printable
 from supervisor.run_state import OVER
@@ -207,11 +207,13 @@ def facts_of(row: Row, now: float) -> Iterator[tuple[str, str]]:
         is_saved, is_lowered = bool(row.get("checkpoints")), row["lr_scale"] != 1 or bool(found)
         how = how_to_go_on(found, row["dir"], is_saved=is_saved, is_lowered=is_lowered)
         yield "go on", f"{how}; as it is it may give up again" if is_saved else how
+        if row.get("supervisor_place") != "foreground":
+            yield "", f"in a job: higgsfield submit {row['dir']}/config.yaml in place of the resume"
     if row["state"] == "finished":
         yield "model", f"{row['dir']}/final"
         yield "report", f"{row['dir']}/report.html"
     if row["state"] == "stopped":
-        yield "go on", f"higgsfield resume {row['dir']} (here), or submit its file again (a job)"
+        yield "go on", _commands(row)
     checkpoints = row.get("checkpoints", [])
     for number, each in enumerate(reversed(checkpoints)):
         label = "" if number else "checkpoints"
@@ -260,11 +262,15 @@ def _supervisor(row: Row) -> str:
     if row.get("supervisor_died"):
         died = row["supervisor_died"]
         mend, file = ("", "its log") if died["began"] else ("mend that, and ", "all of it")
-        return f"{dead_supervisor_text(died)} ({file}: {died['file']}); {mend}submit it again"
+        return f"{dead_supervisor_text(died)} ({file}: {died['file']}); {mend}{_commands(row)}"
     if is_gone:  # without the key nobody has asked, or the scheduler did not answer
         unless = "" if "supervisor_job" in row else "unless a job of its supervisor waits, "
-        return f"nobody supervises it: {unless}higgsfield resume {row['dir']}"
+        return f"nobody supervises it: {unless}{_commands(row)}"
     return f"process {holder['pid']} on {holder['host']}"
+
+
+def _commands(row: Row) -> str:
+    return commands(row["dir"], row.get("supervisor_place"))
 
 
 def _is_embedded(row: Row) -> bool:

@@ -15,6 +15,7 @@ from supervisor.hub import fetch_from_hub
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
+from supervisor.report.advice import commands
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run, open_or_create, refuse_other_training, refuse_spoilt
 from supervisor.supervise import own_job_name, rate_that_stays, read_state, reopen, supervise, supervise_once
@@ -121,7 +122,7 @@ def _start_worker(config: Config, run_dir: RunDir) -> str:
     """Make a pass that submits the worker, whose job brings its supervisor; which one that is."""
     state = supervise_once(run_dir, sys.stdout)
     if state.job_id is None or not state.has_live_job:
-        raise RunError(f"{run_dir.path}: no job yet: {state.reason}; submit it again")
+        raise RunError(f"{run_dir.path}: no job yet: {state.reason}; again: higgsfield submit {run_dir.config}")
     return f"the supervisor lives in the worker's job {state.job_id}"
 
 
@@ -187,15 +188,17 @@ def _say_goodbye(run_dir: RunDir) -> None:
 def _say_how_it_goes_on(run_dir: RunDir, state: str) -> None:
     """``run`` has left alone a run that was over."""
     mend = f"; what to mend first: higgsfield status {run_dir.path}" if state == "gave_up" else ""
-    how = f"higgsfield resume {run_dir.path} (here), or submit its file again (a job)"
+    how = commands(str(run_dir.path), read_config(run_dir.config).supervisor.place)
     ended = "gave up" if state == "gave_up" else "was stopped"
     say(f"{run_dir.path.name} {ended} before, and is left alone; go on: {how}{mend}")
 
 
 def _say_that_it_goes_on(run_dir: RunDir) -> int:
     print(file=sys.stderr)
+    has_job = read_config(run_dir.config).supervisor.place != "foreground"
+    in_job = f"`higgsfield submit {run_dir.config}` does so in a job, " if has_job else ""
     say(f"the worker goes on without a supervisor; `higgsfield resume {run_dir.path}` supervises it again,", sys.stderr)
-    say(f"`higgsfield stop {run_dir.path}` saves and ends it", sys.stderr)
+    say(f"{in_job}`higgsfield stop {run_dir.path}` saves and ends it", sys.stderr)
     return INTERRUPTED
 
 

@@ -8,6 +8,7 @@ import time
 
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import ask, check_step
+from supervisor.report.advice import commands
 from supervisor.report.figures import rate_text
 from supervisor.requests import Request
 from supervisor.runs import RunError, find_run
@@ -59,10 +60,8 @@ def _say_who_may_supervise(run_dir: RunDir) -> None:
     if job:
         say(f"{run_dir.path.name}: its supervisor's job {job['id']} supervises it when it starts")
         return
-    here = f"higgsfield resume {run_dir.path} (here)"
-    if read_config(run_dir.config).supervisor.place != "foreground":
-        here = f"higgsfield submit {run_dir.config} (a job), or {here}"
-    say(f"{run_dir.path.name}: nobody supervises it from here on: {here}")
+    go_on = commands(str(run_dir.path), read_config(run_dir.config).supervisor.place)
+    say(f"{run_dir.path.name}: nobody supervises it from here on: {go_on}")
 
 
 def _check_rollback(args: argparse.Namespace, run_dir: RunDir) -> None:

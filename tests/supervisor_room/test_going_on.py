@@ -87,6 +87,10 @@ def other_file(stage: Stage, **sections: dict[str, Any]) -> Path:
     return file
 
 
+def by_config(stage: Stage) -> str:
+    return f"higgsfield submit {stage.run_dir.config} (a job), or higgsfield resume {stage.run_dir.path} (here)"
+
+
 def told(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert cli.main(argv) == cli.OK
     return " ".join(capsys.readouterr().out.split())
@@ -99,7 +103,7 @@ def test_nobody_is_told_to_resume_while_the_supervisor_s_own_job_may_come(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(stage.run_dir.path)
-    assert f"nobody supervises it: higgsfield resume {run}" in told(capsys, "status", run)
+    assert f"nobody supervises it: {by_config(stage)}" in told(capsys, "status", run)
     job_id = supervisors_job(stage)
     for state in (JobState.PENDING, JobState.REQUEUED, JobState.HELD):
         stage.scheduler.set_state(job_id, state, why="Priority")
@@ -110,7 +114,7 @@ def test_nobody_is_told_to_resume_while_the_supervisor_s_own_job_may_come(
     [row] = json.loads(told(capsys, "status", run, "--json"))["runs"]
     assert row["supervisor_job"] == {"id": job_id, "state": "HELD", "why": "Priority", "starts_at": None}
     stage.scheduler.set_state(job_id, JobState.CANCELLED)
-    assert f"nobody supervises it: higgsfield resume {run}" in told(capsys, "status", run)
+    assert f"nobody supervises it: {by_config(stage)}" in told(capsys, "status", run)
 
 
 def test_a_supervisor_that_died_before_it_began_is_named_with_its_last_words(
@@ -184,7 +188,17 @@ def test_a_scheduler_that_does_not_answer_leaves_it_open_who_comes(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.scheduler.fail("find")
-    assert "unless a job of its supervisor waits, higgsfield resume" in told(capsys, "status", str(stage.run_dir.path))
+    text = told(capsys, "status", str(stage.run_dir.path))
+    assert f"unless a job of its supervisor waits, {by_config(stage)}" in text
+
+
+def test_a_run_whose_supervisor_may_be_no_job_is_not_to_be_submitted(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.run_dir.config.write_text(other_file(stage, supervisor={"place": "foreground"}).read_text())
+    text = told(capsys, "status", str(stage.run_dir.path))
+    assert f"nobody supervises it: higgsfield resume {stage.run_dir.path} (here)" in text
+    assert "higgsfield submit" not in text
 
 
 def test_a_supervisor_that_lives_is_not_asked_for(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,7 +396,8 @@ def changed_rate(config: Config, rate: float) -> Config:
         (
             {"training": {"max_grad_norm": 3.0}, "data": {"workers": 2}},
             "has this name (it differs in data.workers, training.max_grad_norm); choose another run.name, or "
-            "remove RUN to begin anew; or let that run go on by it: change RUN/config.yaml and `higgsfield resume RUN`",
+            "remove RUN to begin anew; or let that run go on by RUN/config.yaml, which may be changed: "
+            "higgsfield submit RUN/config.yaml (a job), or higgsfield resume RUN (here)",
         ),
         ({"cluster": {"nodes": 2}}, "another run has this name (it differs in cluster.nodes)"),
         (
@@ -406,8 +421,8 @@ def test_run_leaves_a_run_alone_that_was_stopped_and_says_how_it_goes_on(
 ) -> None:
     file = other_file(stopped(stage))
     assert cli.main(["run", str(file)]) == STOPPED
-    how = f"higgsfield resume {stage.run_dir.path} (here), or submit its file again (a job)"
-    assert capsys.readouterr().out.splitlines()[-1] == f"r was stopped before, and is left alone; go on: {how}"
+    left = f"r was stopped before, and is left alone; go on: {by_config(stage)}"
+    assert capsys.readouterr().out.splitlines()[-1] == left
 
 
 @pytest.mark.parametrize(
@@ -478,6 +493,6 @@ def test_a_run_under_way_is_stopped_first_and_the_message_names_the_way(
     assert cli.main([verb, str(other_file(stage, cluster={"time_limit": "02:00:00"}))]) == cli.WRONG_INPUT
     said = capsys.readouterr().err
     assert f"`higgsfield stop {stage.run_dir.path}` first, then submit this file" in said
-    assert f"or change {stage.run_dir.config} and `higgsfield resume {stage.run_dir.path}`" in said
+    assert f"or change {stage.run_dir.config}, by which it goes on: {by_config(stage)}" in said
     assert "remove" not in said
     assert stage.run_dir.config.read_bytes() == before
