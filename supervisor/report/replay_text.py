@@ -98,7 +98,8 @@ def _lower_rate(replay: Replay, run: Standing) -> str:
     if not run.is_finished:
         lower = f"`higgsfield rollback {run.path} --to {replay.begin_step} --lr-scale {scale:g}`"
         return f"go on with a lower one, {lower} first, half of what it is now"
-    rate = "half of what it ended with" if run.learning_rate is None else f"{run.learning_rate * scale:g}"
+    half = "half of the peak that it ended with"
+    rate = half if run.learning_rate is None else f"{run.learning_rate * scale:g}, {half}"
     return f"this run is finished; train another (another run.name) with training.optimizer.learning_rate: {rate}"
 
 

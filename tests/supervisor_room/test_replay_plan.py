@@ -227,7 +227,10 @@ def test_the_advice_names_the_change_that_says_most(
 @pytest.mark.parametrize(
     ("cure", "said"),
     [
-        ("tenth-rate", "train another (another run.name) with training.optimizer.learning_rate: 3.125e-05"),
+        (
+            "tenth-rate",
+            "train another (another run.name) with training.optimizer.learning_rate: 3.125e-05, half of the peak",
+        ),
         ("without-batches", "train another run (another run.name)"),
         ("smallest-batch", "train another run (another run.name)"),
         ("again", "at what was restored"),
