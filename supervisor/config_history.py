@@ -35,6 +35,9 @@ _BATCH: Final = "the global batch"
 _FIXED: Final = {
     "training.batch_size": _BATCH,
     "training.gradient_accumulation": _BATCH,
+    "cluster.nodes": _BATCH,
+    "cluster.tasks_per_node": _BATCH,
+    "cluster.gpus_per_node": _BATCH,
     "training.max_steps": "the number of steps",
     "training.epochs": "the number of steps",
     "training.optimizer.name": "the optimizer",
@@ -96,7 +99,7 @@ def changed_since(events: Sequence[Event], config: Config, attempt: int) -> dict
 def fixed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
     """What of the training two configurations differ in that no resume can change, each with its keys."""
     found: dict[str, dict[str, tuple[Any, Any]]] = {}
-    is_same_batch = _sequences(old) == _sequences(new)
+    is_same_batch = global_batch(old) == global_batch(new)
     changed = _differences(old, new)
     for prefix, what in _FIXED.items():
         for key in changed:
@@ -105,9 +108,11 @@ def fixed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, dict[str, tuple
     return found
 
 
-def _sequences(values: dict[str, Any]) -> int:
-    """Those of a rank and an optimizer step."""
-    return int(values.get("training.batch_size", 1) * values.get("training.gradient_accumulation", 1))
+def global_batch(values: dict[str, Any]) -> int:
+    """Sequences of an optimizer step on all ranks."""
+    on_each_node = values.get("cluster.tasks_per_node") or max(1, values.get("cluster.gpus_per_node") or 1)
+    ranks = values.get("cluster.nodes", 1) * on_each_node
+    return int(values.get("training.batch_size", 1) * values.get("training.gradient_accumulation", 1) * ranks)
 
 
 def fixed_since(events: Sequence[Event], config: Config, attempt: int) -> dict[str, dict[str, tuple[Any, Any]]]:

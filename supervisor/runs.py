@@ -114,7 +114,7 @@ def _check_change(run_dir: RunDir, there: Config, config: Config, may_change: bo
         stays = fixed(by_key(there), by_key(config)) if complete_checkpoints(run_dir) else {}
         if stays:
             mend = f"{' and '.join(stays)} of a run cannot change; {mend}"
-        elif state != "finished" and _SHAPE.isdisjoint(keys):
+        elif state != "finished" and "cluster.kind" not in keys:
             change = f"which may be changed{'' if state in OVER else f' after `higgsfield stop {path}`'}"
             mend += f"; or let that run go on by {run_dir.config}, {change}: {go_on}"
         raise RunError(f"{path}: another run has this name (it differs in {told}); {mend}")

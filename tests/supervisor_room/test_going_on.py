@@ -399,7 +399,10 @@ def changed_rate(config: Config, rate: float) -> Config:
             "remove RUN to begin anew; or let that run go on by RUN/config.yaml, which may be changed: "
             "higgsfield submit RUN/config.yaml (a job), or higgsfield resume RUN (here)",
         ),
-        ({"cluster": {"nodes": 2}}, "another run has this name (it differs in cluster.nodes)"),
+        (
+            {"cluster": {"nodes": 2}},
+            "another run has this name (it differs in cluster.nodes); the global batch of a run cannot change; choose",
+        ),
         (
             {"cluster": {"nodes": 2, "partition": "long"}},
             "another run has this name (it differs in cluster.partition, cluster.nodes)",
@@ -414,6 +417,23 @@ def test_what_changes_the_training_is_another_run(
     assert said.replace("RUN", str(stage.run_dir.path)) in capsys.readouterr().err
     assert stage.run_dir.config.read_bytes() == before
     assert stage.state == "stopped"
+
+
+def test_other_ranks_and_as_many_sequences_a_step_are_the_same_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = Stage(tmp_path, training={"max_steps": 100, "batch_size": 4}, cluster={"tasks_per_node": 2})
+    monkeypatch.setattr(going, "choose", lambda *_: stage.scheduler)
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    other = other_file(stopped(stage), training={"batch_size": 8}, cluster={"tasks_per_node": 1})
+    assert cli.main(["submit", str(other)]) == cli.WRONG_INPUT
+    said = capsys.readouterr().err
+    assert "it differs in training.batch_size, cluster.tasks_per_node); choose another run.name, or remove" in said
+    assert f"; or let that run go on by {stage.run_dir.config}, which may be changed: {by_config(stage)}" in said
+    assert "the global batch" not in said
 
 
 def test_run_leaves_a_run_alone_that_was_stopped_and_says_how_it_goes_on(
