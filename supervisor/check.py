@@ -13,6 +13,7 @@ from supervisor.config_findings import Finding
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.known_facts import is_for_another_machine, known_facts
 from supervisor.notify import has_apprise
+from supervisor.own_script import script_remarks
 from supervisor.recipe_facts import Facts, Remark
 from supervisor.recipe_rules import remarks
 from worker.contract.check_report import CheckReport, Found
@@ -142,7 +143,9 @@ def check(config: Config, file: str = "", writer: Writer | None = None, look: Lo
         if config.supervisor.place == "job" and not refused:
             refused = _ask(scheduler, own, file, "supervisor")[1]
         found.errors += refused
-    found.take([*_unused(config, scheduler), *_unheard(config), *_interpreter(config)])
+    found.take(
+        [*_unused(config, scheduler), *_unheard(config), *_interpreter(config), *script_remarks(config, scheduler)]
+    )
     report = look(config) if look is not None else CheckReport()
     facts = known_facts(config, report, scheduler)
     found.take(report.found)
@@ -161,10 +164,11 @@ def check(config: Config, file: str = "", writer: Writer | None = None, look: Lo
 
 
 def short_warnings(config: Config, file: str, writer: Writer, scheduler: Scheduler) -> list[Finding]:
-    """What the rules have against a configuration, without a look at model and data: at once, and never an error."""
+    """What is wrong or odd about a configuration, without a look at model and data: at once, and refusing nothing."""
     found = _Findings(file, writer)
+    found.take(script_remarks(config, scheduler))
     found.take(remarks(known_facts(config, CheckReport(), scheduler)))
-    return found.warnings
+    return found.errors + found.warnings
 
 
 class _Findings:

@@ -21,7 +21,7 @@ SHORT_RUN_STEPS: Final = 100
 class Remark:
     """What a rule says of one key."""
 
-    level: Literal["warning", "note", "not checked"]
+    level: Literal["error", "warning", "note", "not checked"]
     place: Place
     message: str
     """The reason."""

@@ -123,7 +123,9 @@ def find_script(entrypoint: str) -> Callable[[ScriptContext], Any]:
         ) from None
     script = getattr(found, name, None)
     if not callable(script):
-        raise RefusedError(f"{_KEY}: {found.__file__} has no function {name}", what="entrypoint")
+        raise RefusedError(
+            f"{_KEY}: {getattr(found, '__file__', None) or module} has no function {name}", what="entrypoint"
+        )
     return script  # type: ignore[no-any-return]
 
 

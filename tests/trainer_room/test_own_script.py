@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from transformers import BatchEncoding
 from tests.recipe_room.recipes import LLAMA, chat_tokenizer, configured
 from tests.trainer_room.rig import Rig, copies_begin_the_history, same_end, weights
 from worker.contract.manifest import complete_manifest
+from worker.leaving import RefusedError
 from worker.models import build_model
-from worker.own_script import digest_of_some
+from worker.own_script import digest_of_some, find_script
 
 pytestmark = pytest.mark.training
 PAGE = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text(encoding="utf-8")
@@ -210,6 +212,12 @@ def test_what_cannot_hold_is_refused_in_one_line(make_script: Callable[..., Rig]
 def test_a_module_that_is_not_there(make_script: Callable[..., Rig], tmp_path: Path) -> None:
     rig = make_script("", entrypoint=f"{tmp_path}/none.of_this:main")
     assert f"there is no module none.of_this in {tmp_path}, nor is one installed" in error_of(rig)
+
+
+def test_a_module_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(RefusedError, match=r"training.entrypoint: time has no function main$"):
+        find_script("/nowhere/time:main")
 
 
 def test_other_data_than_the_checkpoint_s(make_script: Callable[..., Rig], tmp_path: Path) -> None:

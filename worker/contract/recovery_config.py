@@ -17,8 +17,8 @@ class SpikeConfig(Section):
     ratio: Annotated[float, Field(gt=1)] = 2.0
     """A loss above this multiple of the reference level is above the band."""
     warmup: Positive = 20
-    """Losses that make a level; until then only a non-finite one is judged, and, robust only, one that is five times the
-    band above the others."""
+    """Losses that make a level; until then only a non-finite one is judged, and, robust only, one that is five times
+    the band above the others."""
     patience: Positive = 3
     """Losses above the band in a row that make a spike."""
     confirm: Positive = 25
