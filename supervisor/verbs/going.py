@@ -10,9 +10,11 @@ from slurm.job import RequestError
 from slurm.scheduler import LocalScheduler, choose
 from supervisor.check import short_warnings
 from supervisor.config import Finding, load_config, writer_of_keys
+from supervisor.config_history import changes, named
 from supervisor.fleet import fleet_supervisor
 from supervisor.hub import fetch_from_hub
 from supervisor.job_request import supervisor_request, worker_request
+from supervisor.journal import read_journal
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import wait_until_over
 from supervisor.report.advice import commands
@@ -48,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if args.once:
         return OK
     _say_goodbye(run_dir)
-    if was_over and state.state != "finished":
+    if was_over and state.state == "finished":
+        _say_that_it_is_finished(run_dir, config)
+    elif was_over:
         _say_how_it_goes_on(run_dir, state.state)
     return EXIT_CODE_OF_STATE[state.state]
 
@@ -70,7 +74,7 @@ def submit(args: argparse.Namespace) -> int:
     if fleet is None and is_left(run_dir.stop_file):
         supervise(run_dir, sys.stdout)  # it may be half obeyed by now
     if read_state(run_dir).state == "finished":
-        say(f"{config.run.name} is finished already: {run_dir.path}")
+        _say_that_it_is_finished(run_dir, config)
         return OK
     if fleet is None or read_state(run_dir).is_over:
         refuse_other_training(run_dir)
@@ -148,7 +152,7 @@ def resume(args: argparse.Namespace) -> int:
     """Let a run go on that was stopped, gave up or lost its supervisor; in the foreground."""
     run_dir = find_run(args.run, args.dir)
     if read_state(run_dir).state == "finished":
-        say(f"{run_dir.path.name} is finished already: {run_dir.path}")
+        _say_that_it_is_finished(run_dir, read_config(run_dir.config))
         return OK
     refuse_spoilt(run_dir)
     refuse_other_training(run_dir)
@@ -183,6 +187,15 @@ def _say_goodbye(run_dir: RunDir) -> None:
     ):
         if path.exists():
             say(f"  {path.name}")
+
+
+def _say_that_it_is_finished(run_dir: RunDir, config: Config) -> None:
+    """And, of a ``config`` by which it was not trained, that a finished run goes on by none."""
+    changed = changes(read_journal(run_dir.journal), config)
+    is_whole = config.training.entrypoint is None and config.model.lora is None
+    begins = f", whose model.path is {run_dir.final}" if is_whole else ""
+    no_effect = f"; {named(changed)}: without effect, for that another run is needed{begins}" if changed else ""
+    say(f"{run_dir.path.name} is finished already: {run_dir.path}{no_effect}")
 
 
 def _say_how_it_goes_on(run_dir: RunDir, state: str) -> None:

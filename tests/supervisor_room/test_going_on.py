@@ -436,6 +436,25 @@ def test_other_ranks_and_as_many_sequences_a_step_are_the_same_batch(
     assert "the global batch" not in said
 
 
+@pytest.mark.parametrize("verb", ["submit", "resume", "run"])
+def test_a_finished_run_says_that_an_edit_has_no_effect(
+    stage: Stage, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    stage.start_supervisor()
+    stage.leave(Outcome.DONE, step=100)
+    stage.settle()
+    assert stage.state == "finished"
+    stage._forget_lease()
+    run, config = stage.run_dir, stage.run_dir.config
+    asked = [verb, str(run.path if verb == "resume" else config)]
+    assert told(capsys, *asked).endswith(f"r is finished already: {run.path}")
+    config.write_text(other_file(stage, training={"max_steps": 200}).read_text())
+    edit = "training.max_steps: 100 -> 200: without effect"
+    assert told(capsys, *asked).endswith(
+        f"finished already: {run.path}; {edit}, for that another run is needed, whose model.path is {run.final}"
+    )
+
+
 def test_run_leaves_a_run_alone_that_was_stopped_and_says_how_it_goes_on(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
