@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from supervisor.fold import ending_of
 from supervisor.journal import (
+    ConfigEdited,
     Continued,
     Event,
     GaveUp,
@@ -31,13 +32,13 @@ _ADVISED: Final = (
     "model.dtype",
 )
 """How keys begin that a diagnosis names, or that do the same."""
-_BATCH: Final = "the global batch"
+BATCH: Final = "the global batch"
 _FIXED: Final = {
-    "training.batch_size": _BATCH,
-    "training.gradient_accumulation": _BATCH,
-    "cluster.nodes": _BATCH,
-    "cluster.tasks_per_node": _BATCH,
-    "cluster.gpus_per_node": _BATCH,
+    "training.batch_size": BATCH,
+    "training.gradient_accumulation": BATCH,
+    "cluster.nodes": BATCH,
+    "cluster.tasks_per_node": BATCH,
+    "cluster.gpus_per_node": BATCH,
     "training.max_steps": "the number of steps",
     "training.epochs": "the number of steps",
     "training.optimizer.name": "the optimizer",
@@ -47,8 +48,18 @@ _FIXED: Final = {
 }
 """How keys begin by which a resume would be another training than the checkpoint's, and what that changes."""
 _SURE: Final = frozenset(
-    {"training.max_steps", "training.optimizer.name", "run.seed", "data.max_tokens", "data.pack", "data.shuffle"}
+    {
+        "training.max_steps",
+        "training.epochs",
+        "training.optimizer.name",
+        "run.seed",
+        "data.max_tokens",
+        "data.pack",
+        "data.shuffle",
+    }
 )
+_TELLING: Final = (ResumeRequested, RollbackRequested, SupervisorStarted, ConfigEdited)
+"""Events that tell what was changed in config.yaml."""
 _NOT_FIXED: Final = frozenset({"data.eval", "data.max_bad_rows", "data.workers", "model.attention"})
 
 
@@ -77,7 +88,7 @@ def values_of(events: Sequence[Event], attempt: int | None = None) -> dict[str, 
     for event in events:
         if isinstance(event, RunCreated) and event.config is not None:
             known = dict(event.config)
-        elif isinstance(event, ResumeRequested | RollbackRequested | SupervisorStarted) and known is not None:
+        elif isinstance(event, _TELLING) and known is not None:
             known |= {key: new for key, (_, new) in (event.changed or {}).items()}
         elif isinstance(event, RolledBack | Continued) and attempt is not None and event.attempt >= attempt:
             break
@@ -101,9 +112,11 @@ def fixed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, dict[str, tuple
     found: dict[str, dict[str, tuple[Any, Any]]] = {}
     is_same_batch = global_batch(old) == global_batch(new)
     changed = _differences(old, new)
+    if new["training.max_steps"] is not None:
+        changed.pop("training.epochs", None)  # of which nobody asks then
     for prefix, what in _FIXED.items():
         for key in changed:
-            if key.startswith(prefix) and key not in _NOT_FIXED and not (what == _BATCH and is_same_batch):
+            if key.startswith(prefix) and key not in _NOT_FIXED and not (what == BATCH and is_same_batch):
                 found.setdefault(what, {})[key] = changed[key]
     return found
 
@@ -128,6 +141,14 @@ def surely_fixed(events: Sequence[Event], config: Config, attempt: int) -> dict[
         for what, keys in fixed_since(events, config, attempt).items()
     }
     return {what: keys for what, keys in found.items() if keys}
+
+
+def what_comes_of(edited: dict[str, tuple[Any, Any]], stays: dict[str, dict[str, tuple[Any, Any]]]) -> str:
+    """What follows from an edit of config.yaml under way; ``stays`` is what of it no resume can change."""
+    if stays:
+        what = " and ".join(stays)
+        return f"{what} of a run cannot change ({named(edited)}): the worker refuses to resume by it; put it back"
+    return f"{named(edited)}: the worker goes by it from its next start on, the supervisor from its own"
 
 
 def rate_of_attempt(events: Sequence[Event], config: Config, attempt: int) -> float | None:

@@ -328,6 +328,14 @@ class ResumeRequested(EventBase):
     """The keys of config.yaml that changed since an event told of them last, old and new; None = not known."""
 
 
+class ConfigEdited(EventBase):
+    """Somebody wrote config.yaml anew under a living supervisor; ``reason`` says what comes of it."""
+
+    event: Literal["ConfigEdited"] = "ConfigEdited"
+    changed: dict[str, tuple[Any, Any]] | None = None
+    """As of ``ResumeRequested``; None = the file cannot be read."""
+
+
 class Finished(EventBase):
     event: Literal["Finished"] = "Finished"
     final_step: int
@@ -381,6 +389,7 @@ Event = (
     | Pinned
     | SaveAnswered
     | ResumeRequested
+    | ConfigEdited
     | Finished
     | Stopped
     | GaveUp

@@ -14,7 +14,7 @@ from typing import Any
 
 from slurm.job import JobState
 from supervisor.budget import gpu_hours
-from supervisor.config_history import by_key, fixed, named, surely_fixed
+from supervisor.config_history import BATCH, by_key, fixed, fixed_since, named, surely_fixed
 from supervisor.fold import ending_of, replay
 from supervisor.job_policy import why_not_submitted
 from supervisor.journal import Event, GaveUp, RunCreated, SegmentStarted, read_journal
@@ -126,20 +126,27 @@ def _check_change(run_dir: RunDir, there: Config, config: Config, may_change: bo
     raise RunError(f"{path}: this run has another {told}; to go on with the new one {mend}")
 
 
-def refuse_other_training(run_dir: RunDir) -> None:
-    """RunError where a run that is over would be refused by its worker, for what its config.yaml has changed."""
+def refuse_other_training(run_dir: RunDir) -> str:
+    """RunError where a run that is over would be refused by its worker, for what its config.yaml has changed.
+
+    Returns what else of it may be refused, once the worker has looked at the files; empty where nothing is.
+    """
     config, manifests = contract_config.read(run_dir.config), complete_checkpoints(run_dir)
     events = read_journal(run_dir.journal)
     if not manifests or not replay(events).is_over or config.training.entrypoint is not None:
-        return
+        return ""
     _refuse_other_batch(run_dir, manifests[-1], config)
     if manifests[-1].adopted:
-        return
+        return ""
     for what, keys in surely_fixed(events, config, manifests[-1].attempt).items():
         raise RunError(
             f"{run_dir.path}: {what} of a run cannot change ({named(keys)}); put it back in {run_dir.config}, or begin "
             "a new run under another run.name"
         )
+    doubtful = fixed_since(events, config, manifests[-1].attempt)
+    doubtful.pop(BATCH, None)
+    told = [f"{what} of a run cannot change ({named(keys)})" for what, keys in doubtful.items()]
+    return f"{'; '.join(told)}: the worker looks, and refuses to resume with others" if told else ""
 
 
 def _refuse_other_batch(run_dir: RunDir, made: Manifest, config: Config) -> None:

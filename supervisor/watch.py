@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final, Protocol
 
 from slurm.job import JobState, JobStatus
@@ -11,12 +12,12 @@ from supervisor.actions import carry_out, finish_open_intent
 from supervisor.attempt_actions import publish_pins
 from supervisor.attempts import Rules, rules_of
 from supervisor.bad_nodes import strikes
-from supervisor.config_history import changes, told
+from supervisor.config_history import changes, fixed_since, told, what_comes_of
 from supervisor.decision import Begin, Decision, Exclude, Wait
 from supervisor.disk import stat_for
 from supervisor.hangs import hang_news, unusual_silence_s
 from supervisor.job_looks import JobLooks, is_about_to_change
-from supervisor.journal import Event, LookFailed, LookRecovered, RollbackRequested, read_journal
+from supervisor.journal import ConfigEdited, Event, LookFailed, LookRecovered, RollbackRequested, read_journal
 from supervisor.lease import BEAT_EVERY_S, LostError, OwnJob
 from supervisor.news import news
 from supervisor.observation import Observation
@@ -73,8 +74,13 @@ class Watched:
     rules: Rules = field(init=False)
     rest: Rest | None = None
     """None = the next pass is due at once."""
+    config_stamp: tuple[int, int] = field(init=False)
+    """Of config.yaml as it was last heard of."""
+    new_stamp: tuple[int, int] | None = None
+    """What it was in the pass before, where that was another one: by now it is whole."""
 
     def __post_init__(self) -> None:
+        self.config_stamp = _stamp(self.run.run_dir.config)
         self.observer = Observer(self.run.run_dir, stat_for(self.run.run_dir.path))
         self.rules = rules_of(self.run.config)
 
@@ -168,6 +174,7 @@ def _look_and_decide(watched: Watched, looks: JobLooks) -> tuple[Decision, Obser
         run.record(hang)
     for strike in strikes(run.state, seen):
         run.record(strike)
+    _note_edit(watched)
     _clear_request(watched, seen)
     return decide(run.state, seen, watched.rules), seen
 
@@ -191,6 +198,40 @@ def _hear(watched: Watched, seen: Observation) -> Decision:
         watched.run.record(_with_changes(watched.run, event))
     _clear_request(watched, seen)
     return Wait("the run is over")
+
+
+def _note_edit(watched: Watched) -> None:
+    """Write down that somebody edited config.yaml, once the file stays as it is."""
+    run, stamp = watched.run, _stamp(watched.run.run_dir.config)
+    if stamp == watched.config_stamp:
+        return
+    if stamp != watched.new_stamp:
+        watched.new_stamp = stamp
+        return
+    events = read_journal(run.run_dir.journal)
+    told_last = next((event for event in reversed(events) if isinstance(event, ConfigEdited)), None)
+    was_readable = told_last is None or told_last.changed is not None
+    try:
+        config = contract_config.read(run.run_dir.config)
+    except UnusableFileError as error:
+        run.record(ConfigEdited(reason=f"{error}: the worker's next start is refused; mend it"))
+    else:
+        changed = changes(events, config)
+        stays = fixed_since(events, config, run.state.attempt)
+        if changed:
+            run.record(ConfigEdited(changed=changed, reason=f"config.yaml: {what_comes_of(changed, stays)}"))
+        elif not was_readable:
+            run.record(ConfigEdited(changed={}, reason="config.yaml can be read again, and is what it was"))
+    watched.config_stamp, watched.new_stamp = stamp, None
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What changes whenever a file is written; that of no file is zero."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
 
 
 def _with_changes(run: SupervisedRun, event: Event) -> Event:

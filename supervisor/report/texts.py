@@ -94,6 +94,7 @@ _WORDS: Final = {
     "Pinned": "pinned",
     "SaveAnswered": "saved",
     "ResumeRequested": "resume asked",
+    "ConfigEdited": "edited",
     "RollbackRequested": "rollback asked",
     "Finished": "FINISHED",
     "Stopped": "STOPPED",

@@ -77,8 +77,7 @@ def submit(args: argparse.Namespace) -> int:
         _say_that_it_is_finished(run_dir, config)
         return OK
     if fleet is None or read_state(run_dir).is_over:
-        refuse_other_training(run_dir)
-        _warn_of_rate_that_stays(run_dir, config)
+        _warn_of_what_changed(run_dir, config)
         reopen(run_dir, config)
     start = _start_worker if is_embedded else _start_supervisor
     who = f"{fleet}, for as long as that process lives" if fleet else f"{start(config, run_dir)}; you may log out now"
@@ -155,8 +154,7 @@ def resume(args: argparse.Namespace) -> int:
         _say_that_it_is_finished(run_dir, read_config(run_dir.config))
         return OK
     refuse_spoilt(run_dir)
-    refuse_other_training(run_dir)
-    _warn_of_rate_that_stays(run_dir, read_config(run_dir.config))
+    _warn_of_what_changed(run_dir, read_config(run_dir.config))
     try:
         with sigterm_as_ctrl_c():
             state = supervise(run_dir, sys.stdout, is_asked=True)
@@ -166,9 +164,11 @@ def resume(args: argparse.Namespace) -> int:
     return EXIT_CODE_OF_STATE[state.state]
 
 
-def _warn_of_rate_that_stays(run_dir: RunDir, config: Config) -> None:
-    if stays := rate_that_stays(run_dir, config):
-        complain(f"warning: {run_dir.path.name}: {stays}")
+def _warn_of_what_changed(run_dir: RunDir, config: Config) -> None:
+    """What a person would want to know before a job is spent; RunError for what the job would surely be refused."""
+    for doubt in (refuse_other_training(run_dir), rate_that_stays(run_dir, config)):
+        if doubt:
+            complain(f"warning: {run_dir.path.name}: {doubt}")
 
 
 def _say_goodbye(run_dir: RunDir) -> None:

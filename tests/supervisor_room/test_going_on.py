@@ -20,6 +20,7 @@ from supervisor.config_history import told as told_of_changes
 from supervisor.fold import replay
 from supervisor.job_request import supervisor_request
 from supervisor.journal import (
+    ConfigEdited,
     Continued,
     Event,
     GaveUp,
@@ -324,6 +325,41 @@ def test_a_supervisor_tells_what_was_edited_while_nobody_held_the_run(
     )
 
 
+def test_an_edit_under_a_living_supervisor_is_told_once_with_what_comes_of_it(stage: Stage) -> None:
+    stage.start_supervisor()
+    stage.settle()
+    whole = stage.run_dir.config.read_text()
+    limit = stage.config.cluster.time_limit
+
+    def edited(text: str) -> list[tuple[Any, str]]:
+        before = len(stage.events)
+        stage.run_dir.config.write_text(text)
+        stage.look()
+        assert len(stage.events) == before  # it may be half written
+        for _ in range(3):
+            stage.look()
+        return [(event.changed, event.reason) for event in stage.events[before:] if isinstance(event, ConfigEdited)]
+
+    longer = other_file(stage, cluster={"time_limit": "02:00:00"}).read_text()
+    goes_by_it = "the worker goes by it from its next start on, the supervisor from its own"
+    assert edited(longer) == [
+        (
+            {"cluster.time_limit": (limit, "02:00:00")},
+            f"config.yaml: cluster.time_limit: {limit} -> 02:00:00: {goes_by_it}",
+        )
+    ]
+    assert edited(longer) == []  # saved again as it was
+    [(changed, reason)] = edited(whole + "\nrun: {")
+    assert changed is None
+    assert reason.startswith(f"{stage.run_dir.config}: ")
+    assert reason.endswith(": the worker's next start is refused; mend it")
+    assert edited(longer) == [({}, "config.yaml can be read again, and is what it was")]
+    [(_, reason)] = edited(other_file(stage, cluster={"time_limit": "02:00:00"}, run={"seed": 8}).read_text())
+    assert reason.startswith("config.yaml: the seed of a run cannot change (run.seed: 42 -> 8): ")
+    assert reason.endswith("the worker refuses to resume by it; put it back")
+    assert edited(longer)[0][1] == f"config.yaml: run.seed: 8 -> 42: {goes_by_it}"
+
+
 def test_a_resume_tells_what_a_person_changed_in_the_file_and_the_scale_that_stays(stage: Stage) -> None:
     first = changed_rate(stage.config, 300.0)
     made = RunCreated(run_id="r", config_digest="d", config=by_key(first), versions={})
@@ -490,6 +526,37 @@ def test_what_no_resume_can_change_is_refused_before_a_job_is_spent(
     assert cli.main([verb, str(file if verb == "submit" else stage.run_dir.path)]) == cli.WRONG_INPUT
     assert f"{said}; put it back in {stage.run_dir.config}" in capsys.readouterr().err
     assert (stage.submissions, stage.events) == (before, events)
+
+
+@pytest.mark.parametrize(("steps", "is_refused"), [(None, True), (100, False)])
+def test_epochs_cannot_change_where_they_make_the_steps(stage: Stage, steps: int | None, is_refused: bool) -> None:
+    training = stage.config.training
+    stage.config = stage.config.model_copy(
+        update={"training": training.model_copy(update={"max_steps": steps, "epochs": 1.0})}
+    )
+    run_dir = stopped(stage).run_dir
+    first, *others = run_dir.journal.read_text().splitlines(keepends=True)
+    made = json.loads(first) | {"config": by_key(stage.config)}
+    run_dir.journal.write_text("".join([json.dumps(made) + "\n", *others]))
+    run_dir.config.write_text(other_file(stage, training={"epochs": 2.0}).read_text())
+    what = r"the number of steps of a run cannot change \(training.epochs: 1 -> 2\)"
+    with pytest.raises(RunError, match=what) if is_refused else nullcontext():
+        assert refuse_other_training(run_dir) == ""
+
+
+@pytest.mark.parametrize("verb", ["submit", "resume"])
+def test_what_only_the_worker_can_refuse_is_warned_of(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    other = str(stage.run_dir.config)  # a file that is there
+    file = other_file(stopped(stage), data={"train": other})
+    stage.run_dir.config.write_text(file.read_text())
+    monkeypatch.setattr(going, "supervise", lambda *_, **__: supervise.read_state(stage.run_dir))
+    cli.main([verb, str(file if verb == "submit" else stage.run_dir.path)])
+    assert (
+        f"warning: r: the data of a run cannot change (data.train: {stage.config.data.train} -> {other}): the worker "
+        "looks, and refuses to resume with others\n"
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
