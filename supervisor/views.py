@@ -25,7 +25,7 @@ from supervisor.report.texts import WIDTH, Listing, is_told
 from supervisor.run_state import RunState
 from supervisor.runs import standing
 from worker.contract import config as contract_config
-from worker.contract.files import read_data
+from worker.contract.files import UnusableFileError, read_data
 from worker.contract.loss_history import read_history, surviving
 from worker.contract.manifest import complete_checkpoints, health
 from worker.contract.run_dir import RunDir
@@ -113,8 +113,14 @@ def show_standing(rows: list[dict[str, Any]], in_detail: bool, runs: Path, out: 
 
 
 def show_log(run_dir: RunDir, since: float, out: TextIO) -> None:
-    """Print the whole log from ``since`` on, UTC seconds."""
-    known = read_evidence(run_dir)
+    """Print the whole log from ``since`` on, UTC seconds; the events alone where the configuration cannot be read."""
+    try:
+        known = read_evidence(run_dir)
+    except UnusableFileError:
+        listing = Listing(str(run_dir.path))
+        for event in (event for event in read_journal(run_dir.journal) if event.time >= since and is_told(event)):
+            print("\n".join(entry_lines(event, None, columns(out), listing)), file=out)
+        raise
     told = diagnose(known), still(run_dir), str(run_dir.path), evaluations(surviving(known.records))
     for line in log_lines(known.events, _accounting(known), since, columns(out), *told):
         print(line, file=out)

@@ -325,7 +325,9 @@ def test_a_supervisor_tells_what_was_edited_while_nobody_held_the_run(
     )
 
 
-def test_an_edit_under_a_living_supervisor_is_told_once_with_what_comes_of_it(stage: Stage) -> None:
+def test_an_edit_under_a_living_supervisor_is_told_once_with_what_comes_of_it(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage.start_supervisor()
     stage.settle()
     whole = stage.run_dir.config.read_text()
@@ -353,6 +355,10 @@ def test_an_edit_under_a_living_supervisor_is_told_once_with_what_comes_of_it(st
     assert changed is None
     assert reason.startswith(f"{stage.run_dir.config}: ")
     assert reason.endswith(": the worker's next start is refused; mend it")
+    assert cli.main(["log", str(stage.run_dir.path)]) == cli.WRONG_INPUT
+    said = capsys.readouterr()
+    assert "the worker's next start is refused; mend it" in " ".join(said.out.split())
+    assert str(stage.run_dir.config) in said.err
     assert edited(longer) == [({}, "config.yaml can be read again, and is what it was")]
     [(_, reason)] = edited(other_file(stage, cluster={"time_limit": "02:00:00"}, run={"seed": 8}).read_text())
     assert reason.startswith("config.yaml: the seed of a run cannot change (run.seed: 42 -> 8): ")
