@@ -155,7 +155,7 @@ def take_lease(
     with _orderly(run_dir):
         now = read_holder(run_dir)
         if now is not None and now.holder not in nobody and (before is None or now.holder != before.holder):
-            raise HeldError(f"{run_dir.path}: {describe(now)}")
+            raise _held(run_dir, now)
         last, free_since = _read(run_dir), _last_sign(run_dir)
         return replace(_write(run_dir, (last.term if last else 0) + 1, own), free_since=free_since)
 
@@ -220,10 +220,15 @@ def read_holder(run_dir: RunDir) -> LeaseFile | None:
     return file if file is not None and file.holder else None
 
 
-def describe(file: LeaseFile) -> str:
+def describe(file: LeaseFile, what: str = "this run") -> str:
     """The holder, for a person."""
     job = f", job {file.job_id}" if file.job_id else ""
-    return f"a supervisor on {file.host} (process {file.pid}{job}) holds this run"
+    return f"a supervisor on {file.host} (process {file.pid}{job}) holds {what}"
+
+
+def _held(run_dir: RunDir, holder: LeaseFile) -> HeldError:
+    what = "this run" if run_dir.journal.exists() else "the runs of this folder"
+    return HeldError(f"{run_dir.path}: {describe(holder, what)}")
 
 
 def is_gone(file: LeaseFile) -> bool:
@@ -244,7 +249,7 @@ def _wait_until_dead(
     if is_gone(before) or (before.job_id is not None and job_is_over(before.job_id)):
         return
     if before.host == socket.gethostname():
-        raise HeldError(f"{run_dir.path}: {describe(before)}")
+        raise _held(run_dir, before)
     begun = time.monotonic()
     while time.monotonic() - begun < patience_s:
         sleep(_LOOK_EVERY_S)
@@ -252,4 +257,4 @@ def _wait_until_dead(
         if now is None:
             return
         if (now.holder, now.beat) != (before.holder, before.beat):
-            raise HeldError(f"{run_dir.path}: {describe(now)}")
+            raise _held(run_dir, now)

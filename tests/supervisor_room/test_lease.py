@@ -43,7 +43,11 @@ def held(run_dir: RunDir, host: str = "", pid: int = 0, job: OwnJob | None = Non
 
 def test_one_that_lives_on_this_host_is_named(run_dir: RunDir) -> None:
     held(run_dir, job=OwnJob("17"))
-    with pytest.raises(HeldError, match=rf"a supervisor on .* \(process {os.getpid()}, job 17\) holds this run"):
+    who = rf"a supervisor on .* \(process {os.getpid()}, job 17\) holds"
+    with pytest.raises(HeldError, match=rf"{who} the runs of this folder"):  # of `run --all`
+        take_lease(run_dir)
+    run_dir.journal.touch()
+    with pytest.raises(HeldError, match=rf"{who} this run"):
         take_lease(run_dir)
 
 
