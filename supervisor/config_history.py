@@ -145,10 +145,17 @@ def surely_fixed(events: Sequence[Event], config: Config, attempt: int) -> dict[
 
 def what_comes_of(edited: dict[str, tuple[Any, Any]], stays: dict[str, dict[str, tuple[Any, Any]]]) -> str:
     """What follows from an edit of config.yaml under way; ``stays`` is what of it no resume can change."""
-    if stays:
-        what = " and ".join(stays)
-        return f"{what} of a run cannot change ({named(edited)}): the worker refuses to resume by it; put it back"
-    return f"{named(edited)}: the worker goes by it from its next start on, the supervisor from its own"
+    told = []
+    for what, keys in stays.items():
+        refused = {key: edited[key] for key in keys if key in edited}
+        edited = {key: values for key, values in edited.items() if key not in refused}
+        if refused:
+            told.append(
+                f"{what} of a run cannot change ({named(refused)}): the worker refuses to resume by it; put it back"
+            )
+    if edited:
+        told.append(f"{named(edited)}: the worker goes by it from its next start on, the supervisor from its own")
+    return "; ".join(told)
 
 
 def rate_of_attempt(events: Sequence[Event], config: Config, attempt: int) -> float | None:
