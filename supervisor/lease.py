@@ -17,7 +17,7 @@ from typing import Final
 
 import filelock
 
-from worker.contract.claim import start_ticks
+from worker.contract.claim import is_stopped, start_ticks
 from worker.contract.files import Message, UnusableFileError, publish_message, read_message, refuse_what_is_no_file
 from worker.contract.run_dir import RunDir
 
@@ -223,7 +223,8 @@ def read_holder(run_dir: RunDir) -> LeaseFile | None:
 def describe(file: LeaseFile, what: str = "this run") -> str:
     """The holder, for a person."""
     job = f", job {file.job_id}" if file.job_id else ""
-    return f"a supervisor on {file.host} (process {file.pid}{job}) holds {what}"
+    but = f", and is suspended; to let it go on: kill -CONT {file.pid}" if is_suspended(file) else ""
+    return f"a supervisor on {file.host} (process {file.pid}{job}) holds {what}{but}"
 
 
 def _held(run_dir: RunDir, holder: LeaseFile) -> HeldError:
@@ -237,6 +238,11 @@ def is_gone(file: LeaseFile) -> bool:
         return False
     ticks = start_ticks(file.pid)
     return ticks is None or (file.started_ticks is not None and ticks != file.started_ticks)
+
+
+def is_suspended(file: LeaseFile) -> bool:
+    """Whether the holder is known to do nothing until it is let go on: its process on this very host is stopped."""
+    return file.host == socket.gethostname() and not is_gone(file) and is_stopped(file.pid)
 
 
 def _wait_until_dead(

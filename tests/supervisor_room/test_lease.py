@@ -1,6 +1,7 @@
 """One supervisor a run: its holder is named, a dead one is followed at once where that can be known, a loser leaves."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.lease import HeldError, LeaseFile, LostError, OwnJob, SupersededError, read_holder, take_lease
+from supervisor.lease import HeldError, LeaseFile, LostError, OwnJob, SupersededError, describe, read_holder, take_lease
 from tests.supervisor_room.stage import Stage
 from worker.contract.claim import start_ticks
 from worker.contract.files import publish_message
@@ -49,6 +50,21 @@ def test_one_that_lives_on_this_host_is_named(run_dir: RunDir) -> None:
     run_dir.journal.touch()
     with pytest.raises(HeldError, match=rf"{who} this run"):
         take_lease(run_dir)
+
+
+def test_of_one_that_is_suspended_it_is_said_how_it_goes_on(run_dir: RunDir) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert "suspended" not in describe(held(run_dir, pid=process.pid))
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        file = held(run_dir, pid=process.pid)
+        with pytest.raises(HeldError, match=f"is suspended; to let it go on: kill -CONT {process.pid}$"):
+            take_lease(run_dir)
+        assert "suspended" not in describe(held(run_dir, ELSEWHERE, process.pid)), "nobody here knows"
+        process.send_signal(signal.SIGCONT)
+        os.waitpid(process.pid, os.WCONTINUED)
+        assert "suspended" not in describe(file)
+        process.communicate()
 
 
 def test_one_that_died_on_this_host_is_followed_at_once(run_dir: RunDir) -> None:

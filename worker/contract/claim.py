@@ -83,9 +83,20 @@ def start_ticks(pid: int) -> int | None:
 
     A pid alone names a process only until it is given out again; pid and ticks name it for good.
     """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped by a signal, as Ctrl-Z does, and waits for SIGCONT."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] == b"T"
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """Fields of /proc/PID/stat from the state on: [0] state, [19] start time in ticks; None where there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return stat[stat.rindex(b")") + 2 :].split()
