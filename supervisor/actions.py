@@ -21,6 +21,7 @@ from supervisor.decision import (
     Exclude,
     Finish,
     GiveUp,
+    Refuse,
     StartNow,
     Submit,
     Wait,
@@ -56,6 +57,8 @@ def carry_out(run: SupervisedRun, decision: Decision) -> None:
             fields = decision.plan.model_dump(exclude={"event", "time", "attempt", "term", "reason"})
             reason = f"not done, for recovery.mode is observe: {decision.plan.reason}"
             run.record(WouldHaveDone(**fields, diagnosis=diagnosis_of(run, decision.plan), reason=reason))
+        case Refuse():
+            run.record(decision.event)
         case Submit():
             intent = SubmitIntended(name=run.state.job_name, warning_s=decision.warning_s, reason=decision.reason)
             run.record(intent)

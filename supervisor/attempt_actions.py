@@ -102,7 +102,11 @@ def _prune_quarantine(run_dir: RunDir, keep: int, pinned: Collection[int]) -> No
 
 
 def publish_pins(run: SupervisedRun) -> None:
-    """Let the worker's retention know which checkpoints are pinned; a directive to come says so by itself."""
-    directive = published_directive(run)
-    if directive is not None and directive.pinned != run.state.pinned:
-        publish_directive(run.run_dir.directive, directive.model_copy(update={"pinned": run.state.pinned}))
+    """Let the worker's retention know which checkpoints are pinned; a directive to come says so by itself.
+
+    So is the one that a person's rollback goes to, for the attempt may have to wait for the end of a job that saves.
+    """
+    asked, directive = run.state.rollback_asked, published_directive(run)
+    pinned = run.state.pinned if asked is None or not asked.to else tuple(sorted({*run.state.pinned, asked.to}))
+    if directive is not None and directive.pinned != pinned:
+        publish_directive(run.run_dir.directive, directive.model_copy(update={"pinned": pinned}))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from supervisor.journal import AttemptDecided
+from supervisor.journal import AttemptDecided, RequestRefused
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,13 @@ class WouldDo:
     """Write down what would be begun if ``recovery.mode`` were ``act``."""
 
     plan: AttemptDecided
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Leave undone what a person asked for, and go on as before."""
+
+    event: RequestRefused
 
 
 @dataclass(frozen=True)
@@ -96,5 +103,17 @@ class GiveUp:
 
 
 Decision = (
-    Wait | Begin | WouldDo | Submit | Cancel | StartNow | ChangeJob | Exclude | AskToStop | Finish | EndStopped | GiveUp
+    Wait
+    | Begin
+    | WouldDo
+    | Refuse
+    | Submit
+    | Cancel
+    | StartNow
+    | ChangeJob
+    | Exclude
+    | AskToStop
+    | Finish
+    | EndStopped
+    | GiveUp
 )

@@ -24,6 +24,7 @@ from supervisor.journal import (
     Pinned,
     Preempted,
     ProgressMade,
+    RequestRefused,
     ResumeRequested,
     RollbackRequested,
     RolledBack,
@@ -67,6 +68,8 @@ def _says_why(run: RunState, after: RunState, event: Event) -> bool:
     """Whether an event's reason is why the run stands where it stands; what comes after an ending is not."""
     if isinstance(event, ProgressMade | Pinned | SaveAnswered):
         return False  # a healthy checkpoint every few minutes would soon hide what else there is to know
+    if isinstance(event, RequestRefused) and run.rollback_asked is None:
+        return False  # nothing was begun; otherwise the rollback that was asked for would seem to be under way
     return not (run.is_over and after.state == run.state)
 
 
@@ -132,6 +135,8 @@ def _apply(run: RunState, event: Event) -> RunState:
             return _ask_rollback(run, event)
         case Pinned():
             return replace(run, pinned=tuple(sorted({*run.pinned, event.to})))
+        case RequestRefused(verb="rollback"):
+            return replace(run, rollback_asked=None, last_asked_at=event.asked_at)
         case SaveAnswered():
             return replace(run, save_answered_at=event.saved_at)
         case ResumeRequested():

@@ -314,6 +314,14 @@ class Pinned(EventBase):
     to: int
 
 
+class RequestRefused(EventBase):
+    event: Literal["RequestRefused"] = "RequestRefused"
+    by: str
+    verb: Literal["rollback", "pin"]
+    to: int
+    asked_at: float = 0.0
+
+
 class SaveAnswered(EventBase):
     event: Literal["SaveAnswered"] = "SaveAnswered"
     step: int
@@ -387,6 +395,7 @@ Event = (
     | StopRequested
     | RollbackRequested
     | Pinned
+    | RequestRefused
     | SaveAnswered
     | ResumeRequested
     | ConfigEdited

@@ -1,12 +1,14 @@
 """A person's levers: ask for it, and have it carried out by the run's supervisor, or here where none lives."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from supervisor.fold import replay
+from supervisor.journal import Event, RequestRefused, RollbackRequested, read_journal
 from supervisor.lease import DEAD_AFTER_S, describe, is_gone, read_holder
-from supervisor.requests import Request
+from supervisor.requests import Request, told_steps
 from supervisor.run_state import RunState
 from supervisor.runs import RunError, refuse_spoilt
 from supervisor.supervise import carry_out_request, read_state
@@ -20,17 +22,35 @@ _LOOK_EVERY_S = 0.3
 def ask(run_dir: RunDir, request: Request, out: TextIO) -> RunState:
     """Have ``request`` carried out, and say by whom; where the run stands then. HeldError as in ``take_lease``.
 
-    UnusableFileError, and nothing asked, where the run's files are such that no supervisor could carry it out.
+    UnusableFileError, and nothing asked, where the run's files are such that no supervisor could carry it out;
+    RunError where it was refused, or the journal does not tell of it.
     """
     refuse_spoilt(run_dir)
-    _wait_while_supervised(run_dir, lambda: not run_dir.request.exists())  # an earlier request has its turn first
+    wait_for_turn(run_dir)
     publish_message(run_dir.request, request)
     holder = read_holder(run_dir)
     if holder is not None and not is_gone(holder):
         print(f"{describe(holder)}; waiting for it", file=out, flush=True)
     if not _wait_while_supervised(run_dir, lambda: _is_carried_out(run_dir)):
         carry_out_request(run_dir, out)
-    return read_state(run_dir)
+    events = read_journal(run_dir.journal)
+    _refuse_undone(run_dir.path.name, request, events)
+    return replay(events)
+
+
+def wait_for_turn(run_dir: RunDir) -> None:
+    """Return when an earlier request has been taken, or nobody lives who would."""
+    _wait_while_supervised(run_dir, lambda: not run_dir.request.exists())
+
+
+def _refuse_undone(name: str, request: Request, events: Sequence[Event]) -> None:
+    """RunError where the journal tells that ``request`` was refused, or does not tell of it at all."""
+    kinds, run = RollbackRequested | RequestRefused, replay(events)
+    told = [each for each in events if isinstance(each, kinds) and each.asked_at == request.asked_at]
+    if told and isinstance(told[-1], RequestRefused):
+        raise RunError(f"{name}: {told[-1].reason}")
+    if not (request.to in run.pinned if request.verb == "pin" else told or run.is_over):
+        raise RunError(f"{name}: another request took the place of this {request.verb}; ask again")
 
 
 def wait_until_over(run_dir: RunDir) -> bool:
@@ -64,14 +84,12 @@ def check_step(run_dir: RunDir, step: int, *, or_scratch: bool) -> None:
         return
     aside = sorted(run_dir.quarantine.glob(f"a*-checkpoint-{step}"))
     if aside:
-        raise RunError(f"{run_dir.path.name}: checkpoint-{step} {_why_not_again(aside[-1])}; there are: {_told(steps)}")
-    known = _told(steps)
+        raise RunError(
+            f"{run_dir.path.name}: checkpoint-{step} {_why_not_again(aside[-1])}; there are: {told_steps(steps)}"
+        )
+    known = told_steps(steps)
     scratch = "; 0 begins from scratch" if or_scratch else ""
     raise RunError(f"{run_dir.path.name}: no checkpoint is at step {step}; there are: {known}{scratch}")
-
-
-def _told(steps: list[int]) -> str:
-    return ", ".join(map(str, steps)) if steps else "none yet"
 
 
 def _why_not_again(folder: Path) -> str:

@@ -38,7 +38,7 @@ _RANK_0_WAIT_S: Final = 60.0
 
 def news(run: RunState, seen: Observation, healthy_after: int) -> Iterator[Event]:
     """What was seen and is not yet in the journal, in the order in which it is to be written."""
-    yield from request_news(run, seen.request)
+    yield from request_news(run, seen.request, seen.steps)
     yield from _stop_file_news(run, seen)
     yield from _job_news(run, seen)
     yield from _drain_news(run, seen)

@@ -53,6 +53,11 @@ class Observation:
     """For how long rank 0's was the same while the job was seen to run and nobody had reported."""
 
     @property
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, ascending."""
+        return [each.step for each in self.manifests]
+
+    @property
     def last(self) -> Record | None:
         """The newest record, None before the first step."""
         return self.branch[-1] if self.branch else None

@@ -2,22 +2,21 @@
 
 from supervisor.attempts import Rules, begin, last_step, plan_attempt, run_scale
 from supervisor.batches import as_skips, left_out, positions_of, trained_on
-from supervisor.decision import Decision
+from supervisor.decision import Decision, Refuse
 from supervisor.journal import AttemptDecided, Rollback, RollbackRequested
 from supervisor.observation import Observation
+from supervisor.requests import refusal
 from supervisor.run_state import RunState
 from supervisor.spike_policy import ramp_from
 
 
 def roll_back_as_asked(run: RunState, seen: Observation, rules: Rules, asked: RollbackRequested) -> Decision:
-    """To the step that was asked for, or the newest checkpoint before it if that one is gone meanwhile."""
-    start = next((m for m in reversed(seen.manifests) if m.step <= asked.to), None)
+    """To the step that was asked for; refused where its checkpoint is gone meanwhile."""
+    start = next((m for m in seen.manifests if m.step == asked.to), None)
+    if start is None and asked.to > 0:
+        return Refuse(refusal("rollback", asked, asked.to, seen.steps))
     scale = asked.lr_scale if asked.lr_scale is not None else run_scale(run)
-    is_gone = asked.to > 0 and (start is None or start.step < asked.to)
-    reason = asked.reason + (
-        f"; checkpoint-{asked.to} is gone meanwhile, the next older one is taken" if is_gone else ""
-    )
-    plan = plan_attempt(run, seen, "rollback", start, scale, reason, asked.to)
+    plan = plan_attempt(run, seen, "rollback", start, scale, asked.reason, asked.to)
     plan = plan.model_copy(update={"rollback": _rollback(seen, plan)})
     if asked.lr_scale is not None:
         plan = plan.model_copy(update={"lr_ramp": ramp_from(rules, scale, plan.resume_step)})

@@ -124,7 +124,7 @@ class RunState:
     rollback_asked: RollbackRequested | None = None
     """A person's rollback that is not carried out yet."""
     last_asked_at: float | None = None
-    """When the newest rollback in the journal was asked for: what tells it from the next one."""
+    """When the newest rollback in the journal, refused or not, was asked for: what tells it from the next one."""
     save_answered_at: float = 0.0
     """When the newest checkpoint that a file SAVE asked for, and that is told, was made."""
     pinned: tuple[int, ...] = ()

@@ -192,7 +192,7 @@ def _from_within(own: OwnJob, job: JobStatus) -> JobStatus:
 
 def _hear(watched: Watched, seen: Observation) -> Decision:
     """Write down what is asked of a run that is over; it may be open then, and an answered STOP must not end it."""
-    for event in request_news(watched.run.state, seen.request):
+    for event in request_news(watched.run.state, seen.request, seen.steps):
         if isinstance(event, RollbackRequested):
             remove_left(watched.run.run_dir.stop_file)
         watched.run.record(_with_changes(watched.run, event))
@@ -247,7 +247,7 @@ def _with_changes(run: SupervisedRun, event: Event) -> Event:
 
 def _clear_request(watched: Watched, seen: Observation) -> None:
     """Remove a request that is in the journal by now, or that nobody can understand."""
-    if seen.request is not None and seen.request.verb == "pin":
+    if seen.request is not None and seen.request.verb != "stop":
         publish_pins(watched.run)
     path = watched.run.run_dir.request
     if not clear_request(path, seen.request):

@@ -19,6 +19,7 @@ from supervisor.journal import (
     JobSeen,
     Pinned,
     Preempted,
+    RequestRefused,
     ResumeRequested,
     RollbackRequested,
     RolledBack,
@@ -144,7 +145,7 @@ def late_cost_lines(events: Sequence[Event], cost: Interruption, width: int) -> 
     return detail_lines(_STAMP_WIDTH, "cost", f"{named}{cost_text(cost)}", width)
 
 
-_BY_A_PERSON: Final = (StopRequested, ResumeRequested, RollbackRequested, Pinned)
+_BY_A_PERSON: Final = (StopRequested, ResumeRequested, RollbackRequested, Pinned, RequestRefused)
 _WHAT_CAME: Final = (VerdictSeen, RolledBack, Continued, WouldHaveDone, HangSeen, Finished, Stopped, GaveUp)
 
 

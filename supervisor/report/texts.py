@@ -92,6 +92,7 @@ _WORDS: Final = {
     "LookRecovered": "answers again",
     "StopRequested": "stop asked",
     "Pinned": "pinned",
+    "RequestRefused": "refused",
     "SaveAnswered": "saved",
     "ResumeRequested": "resume asked",
     "ConfigEdited": "edited",

@@ -15,13 +15,14 @@ from supervisor.fleet import fleet_supervisor
 from supervisor.hub import fetch_from_hub
 from supervisor.job_request import supervisor_request, worker_request
 from supervisor.journal import read_journal
-from supervisor.lease import is_gone, read_holder
-from supervisor.levers import wait_until_over
+from supervisor.lease import describe, is_gone, is_suspended, read_holder
+from supervisor.levers import wait_for_turn, wait_until_over
 from supervisor.report.advice import commands
 from supervisor.requests import Request
+from supervisor.run_state import RunState
 from supervisor.runs import RunError, find_run, open_or_create, refuse_other_training, refuse_spoilt
 from supervisor.supervise import own_job_name, rate_that_stays, read_state, reopen, supervise, supervise_once
-from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, STOPPED, complain, say, sigterm_as_ctrl_c
+from supervisor.verbs.exits import EXIT_CODE_OF_STATE, INTERRUPTED, OK, complain, say, sigterm_as_ctrl_c
 from supervisor.views import show_milestones
 from worker.contract.config import Config
 from worker.contract.config import read as read_config
@@ -132,19 +133,33 @@ def _start_worker(config: Config, run_dir: RunDir) -> str:
 def stop(args: argparse.Namespace) -> int:
     """Save, stop, and stay stopped until somebody says resume."""
     run_dir = find_run(args.run, args.dir)
+    if not read_state(run_dir).is_over:
+        refuse_spoilt(run_dir)
+        _say_if_suspended(run_dir)
+        wait_for_turn(run_dir)
     if read_state(run_dir).is_over:
         say(f"{run_dir.path.name} is over already")
         return OK
-    refuse_spoilt(run_dir)
     publish_message(run_dir.request, Request(verb="stop", by=getpass.getuser()))
     holder = read_holder(run_dir)
     if holder is not None and not is_gone(holder):
         say(f"asked the supervisor on {holder.host} to stop {run_dir.path.name}; waiting")
         if wait_until_over(run_dir):
-            say(f"{run_dir.path.name} is stopped")
-            return OK
-    code = EXIT_CODE_OF_STATE[supervise(run_dir, sys.stdout).state]
-    return OK if code == STOPPED else code
+            state = read_state(run_dir)
+            meanwhile = f": {state.state.replace('_', ' ')} meanwhile: {state.reason}"
+            say(f"{run_dir.path.name}{' is stopped' if state.state == 'stopped' else meanwhile}")
+            return _exit_code_of_stop(state)
+    return _exit_code_of_stop(supervise(run_dir, sys.stdout))
+
+
+def _exit_code_of_stop(state: RunState) -> int:
+    return OK if state.state == "stopped" else EXIT_CODE_OF_STATE[state.state]
+
+
+def _say_if_suspended(run_dir: RunDir) -> None:
+    holder = read_holder(run_dir)
+    if holder is not None and is_suspended(holder):
+        say(f"{describe(holder)}; or, to stop the training without it: touch {run_dir.stop_file}")
 
 
 def resume(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ import getpass
 import math
 import sys
 import time
+from typing import Final
 
 from supervisor.lease import is_gone, read_holder
 from supervisor.levers import ask, check_step
@@ -18,17 +19,22 @@ from supervisor.verbs.looking import who_comes
 from worker.contract.config import read as read_config
 from worker.contract.run_dir import RunDir
 
+_ANOTHER_RUN: Final = "a run that goes back needs another run.name"
+
 
 def rollback(args: argparse.Namespace) -> int:
     """Go back to a checkpoint by a person's word; a run that was stopped or gave up goes on from there."""
     run_dir = find_run(args.run, args.dir)
     _check_rollback(args, run_dir)
+    before = read_state(run_dir).attempt
     if not _is_supervised(run_dir):
         say(f"{run_dir.path.name}: nobody supervises it; its job is started from here, and left alone")
     asked = Request(
         verb="rollback", by=getpass.getuser(), to=args.to, lr_scale=args.lr_scale, skip=args.skip, asked_at=time.time()
     )
     state = ask(run_dir, asked, sys.stdout)
+    if state.state == "finished" and state.attempt == before:
+        raise RunError(f"{run_dir.path.name}: finished before it could go back; {_ANOTHER_RUN}")
     if state.is_over:
         say(f"{run_dir.path.name}: {state.state.replace('_', ' ')} meanwhile: {state.reason}")
         return EXIT_CODE_OF_STATE[state.state]
@@ -45,6 +51,7 @@ def pin(args: argparse.Namespace) -> int:
     run_dir = find_run(args.run, args.dir)
     check_step(run_dir, args.step, or_scratch=False)
     ask(run_dir, Request(verb="pin", by=getpass.getuser(), to=args.step, asked_at=time.time()), sys.stdout)
+    check_step(run_dir, args.step, or_scratch=False)  # the worker may have been about to remove it
     say(f"{run_dir.path.name}: checkpoint-{args.step} is kept for good")
     return OK
 
@@ -67,7 +74,7 @@ def _say_who_may_supervise(run_dir: RunDir) -> None:
 def _check_rollback(args: argparse.Namespace, run_dir: RunDir) -> None:
     state = read_state(run_dir).state
     if state == "finished":
-        raise RunError(f"{run_dir.path.name}: is finished; a run that goes back needs another run.name")
+        raise RunError(f"{run_dir.path.name}: is finished; {_ANOTHER_RUN}")
     if state == "stopping":
         raise RunError(f"{run_dir.path.name}: is being stopped; ask again when it is stopped")
     if args.lr_scale is not None and not (math.isfinite(args.lr_scale) and args.lr_scale > 0):

@@ -136,7 +136,7 @@ def test_a_hang_and_what_was_only_observed_say_all_there_is() -> None:
 def test_a_rate_is_told_by_the_configured_one(scale: float, said: str) -> None:
     assert rate_text(scale) == said
     asked = Request(verb="rollback", by="ana", to=20, lr_scale=scale)
-    (word,) = request_news(RunState(), asked)
+    (word,) = request_news(RunState(), asked, [20])
     assert word.reason == f"ana asked to go back to step 20 at {said}"
 
 

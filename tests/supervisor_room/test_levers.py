@@ -1,7 +1,10 @@
 """A person's rollback and pin: carried out once, whoever supervises, and whatever else goes on."""
 
 import os
+import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from slurm.job import JobState
 from supervisor import cli, levers
 from supervisor.arguments import parser_of
-from supervisor.journal import Pinned, RollbackRequested, RolledBack
+from supervisor.journal import Pinned, RequestRefused, RollbackRequested, RolledBack
 from supervisor.lease import read_holder
 from supervisor.requests import Request
 from supervisor.verbs.levers import _check_rollback
@@ -37,6 +40,10 @@ def training(folder: Path, **sections: Any) -> Stage:
 def ask(stage: Stage, verb: str, **fields: Any) -> None:
     publish_message(stage.run_dir.request, Request(verb=verb, by="alice", **fields))  # type: ignore[arg-type]
     stage.settle()
+
+
+def rotate(stage: Stage, step: int) -> None:
+    shutil.rmtree(stage.run_dir.checkpoint(step))
 
 
 def test_a_rollback_stops_the_worker_by_a_newer_attempt_in_the_same_allocation(tmp_path: Path) -> None:
@@ -129,15 +136,52 @@ def test_it_answers_a_verdict_that_nobody_has_answered(tmp_path: Path) -> None:
     assert stage.names.count("RolledBack") == 1
 
 
-def test_a_checkpoint_that_is_gone_by_then_gives_the_next_older_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", [10, 30])
+def test_a_checkpoint_that_is_gone_by_then_is_refused_and_nothing_is_touched(tmp_path: Path, gone: int) -> None:
     stage = training(tmp_path)
-    (stage.run_dir.checkpoint(30) / "MANIFEST.json").unlink()
-    ask(stage, "rollback", to=30, asked_at=1.0)
-    assert stage.directive.resume_from == "checkpoint-20"
-    assert "checkpoint-30 is gone meanwhile" in stage.directive.reason
-    stage.claim()
+    rotate(stage, gone)
+    there, before, reason = stage.run_dir.checkpoint_steps(), stage.directive, stage.watched.run.state.reason
+    ask(stage, "rollback", to=gone, asked_at=1.0)
+    told = stage.events[-1]
+    assert isinstance(told, RequestRefused)
+    assert (told.verb, told.by, told.to, told.asked_at) == ("rollback", "alice", gone, 1.0)
+    assert told.reason == (
+        f"alice asked to go back to step {gone}; refused, no checkpoint is there by now; "
+        f"there are: {', '.join(map(str, there))}"
+    )
+    assert (stage.run_dir.checkpoint_steps(), stage.directive, stage.state) == (there, before, "training")
+    assert stage.watched.run.state.reason == reason
+    assert not stage.run_dir.quarantine.exists() or not list(stage.run_dir.quarantine.iterdir())
+    assert not stage.run_dir.request.exists()
     ask(stage, "rollback", to=0, asked_at=2.0)
-    assert stage.directive.resume_from is None
+    assert (stage.directive.attempt, stage.directive.resume_from) == (2, None), "from scratch where that was said"
+
+
+def test_a_run_that_is_over_stays_over_where_its_rollback_is_refused(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    rotate(stage, 10)
+    ask(stage, "rollback", to=10, asked_at=1.0)
+    stage.start_supervisor()
+    stage.settle()
+    assert (stage.state, stage.names.count("RequestRefused"), stage.submissions) == ("stopped", 1, 1)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_its_checkpoint_is_kept_while_the_old_job_saves_and_ends(tmp_path: Path, is_there: bool) -> None:
+    stage = training(tmp_path, recovery={"relaunches_in_allocation": 0})
+    publish_message(stage.run_dir.request, Request(verb="rollback", by="alice", to=10, asked_at=1.0))
+    stage.look()
+    assert stage.names[-1] == "Cancelled"
+    assert (stage.directive.attempt, stage.directive.pinned) == (1, (10,))
+    if not is_there:
+        rotate(stage, 10)
+    stage.settle()
+    assert stage.directive.resume_from == ("checkpoint-10" if is_there else "checkpoint-30")
+    assert stage.directive.pinned == ()
+    assert stage.names.count("RequestRefused") == (not is_there)
+    assert stage.watched.run.state.rollback_asked is None
 
 
 def test_a_stop_that_is_under_way_goes_before_a_rollback(tmp_path: Path) -> None:
@@ -182,6 +226,108 @@ def test_a_run_that_is_over_is_pinned_and_stays_over(tmp_path: Path) -> None:
     ask(stage, "stop")
     assert (stage.state, stage.directive.pinned, stage.directive.stop) == ("stopped", (20,), "now")
     assert not stage.run_dir.request.exists()
+
+
+def test_a_pin_of_what_is_gone_by_then_is_refused(tmp_path: Path) -> None:
+    stage = training(tmp_path)
+    rotate(stage, 10)
+    ask(stage, "pin", to=10, asked_at=1.0)
+    assert (stage.names[-1], stage.directive.pinned, stage.watched.run.state.pinned) == ("RequestRefused", (), ())
+    assert stage.events[-1].reason == (
+        "alice asked for checkpoint-10 to be kept; refused, no checkpoint is there by now; there are: 20, 30"
+    )
+
+
+def over(folder: Path) -> Stage:
+    """A run that was stopped and that nobody supervises."""
+    stage = training(folder, cluster={"kind": "local"})
+    stage.scheduler.set_state(stage.job_id, JobState.CANCELLED)
+    stage.settle()
+    stage._forget_lease()
+    return stage
+
+
+@pytest.mark.parametrize("argv", [["pin", "10"], ["rollback", "--to", "10"]])
+def test_who_waits_is_told_that_the_checkpoint_is_gone_by_now(
+    tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = over(tmp_path)
+
+    def publish(path: Path, request: Request) -> None:
+        rotate(stage, 10)
+        publish_message(path, request)
+
+    monkeypatch.setattr(levers, "publish_message", publish)
+    verb, *rest = argv
+    assert cli.main([verb, str(stage.run_dir.path), *rest]) == cli.WRONG_INPUT
+    said = capsys.readouterr()
+    assert "kept for good" not in said.out
+    assert said.err.count("\n") == 1
+    assert "refused, no checkpoint is there by now; there are: 20, 30" in said.err
+
+
+def test_a_pin_that_the_worker_is_about_to_undo_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = over(tmp_path)
+    carry_out = levers.carry_out_request
+
+    def and_rotate(*arguments: Any) -> None:
+        carry_out(*arguments)
+        rotate(stage, 10)
+
+    monkeypatch.setattr(levers, "carry_out_request", and_rotate)
+    assert cli.main(["pin", str(stage.run_dir.path), "10"]) == cli.WRONG_INPUT
+    assert "no checkpoint is at step 10; there are: 20, 30" in capsys.readouterr().err
+
+
+def test_a_pin_whose_place_another_request_took_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = over(tmp_path)
+    other = Request(verb="pin", by="bob", to=20)
+    monkeypatch.setattr(levers, "publish_message", lambda path, request: publish_message(path, other))
+    assert cli.main(["pin", str(stage.run_dir.path), "10"]) == cli.WRONG_INPUT
+    assert "another request took the place of this pin; ask again" in capsys.readouterr().err
+    assert stage.directive.pinned == (20,)
+
+
+def test_a_stop_waits_until_a_pin_has_been_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = training(tmp_path)
+    publish_message(stage.run_dir.request, Request(verb="pin", by="alice", to=10))
+
+    def pass_by(seconds: float) -> None:
+        if stage.state == "stopping":
+            stage.leave(Outcome.LEFT, error=ErrorDetail(type="Left", message="", what="stop"))
+            stage.scheduler.set_state(stage.job_id, JobState.COMPLETED)
+        stage.look()
+
+    monkeypatch.setattr(levers, "time", SimpleNamespace(sleep=pass_by, monotonic=time.monotonic))
+    assert cli.main(["stop", str(stage.run_dir.path)]) == cli.OK
+    assert "r is stopped" in capsys.readouterr().out
+    assert [name for name in stage.names if name in ("Pinned", "StopRequested")] == ["Pinned", "StopRequested"]
+    assert stage.directive.pinned == (10,)
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["stop"], cli.OK), (["rollback", "--to", "10"], cli.WRONG_INPUT)])
+def test_a_run_that_finishes_meanwhile_is_said_to_be_finished(
+    tmp_path: Path, argv: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = training(tmp_path)
+
+    def finish(seconds: float) -> None:
+        if stage.state == "training":
+            stage.leave(Outcome.DONE)
+        stage.look()
+
+    monkeypatch.setattr(levers, "time", SimpleNamespace(sleep=finish, monotonic=time.monotonic))
+    verb, *rest = argv
+    assert cli.main([verb, str(stage.run_dir.path), *rest]) == code
+    said = capsys.readouterr()
+    assert "finished" in (said.err if code else said.out)
+    assert "is stopped" not in said.out
 
 
 def test_the_verb_itself_does_it_where_nobody_supervises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

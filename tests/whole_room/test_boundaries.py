@@ -26,7 +26,7 @@ from slurm.scheduler import Scheduler
 from supervisor import actions, watch
 from supervisor.decision import ChangeJob, Decision, Wait
 from supervisor.fold import replay
-from supervisor.journal import ResumeRequested, StopRequested, SubmitIntended
+from supervisor.journal import ResumeRequested, RollbackRequested, StopRequested, SubmitIntended
 from supervisor.lease import NO_JOB, OwnJob
 from supervisor.requests import Request
 from tests.supervisor_room.stage import CRASHED, Stage
@@ -41,7 +41,16 @@ _TIME_LIMIT = ErrorDetail(type="Left", message="", what="time_limit")
 _STOPPED = ErrorDetail(type="Left", message="", what="stop")
 _ONCE = {"Continued", "RolledBack", "VerdictSeen", "WorkerLeft", "Submitted", "Preempted", "Cancelled"}
 _ONCE |= {"HangSeen", "NodeStruck", "NodeExcluded", "JobChanged", "StartMoved", "WouldHaveDone", "GaveUp"}
-_ONCE |= {"RollbackRequested", "Pinned", "StopRequested", "Stopped", "Finished", "ResumeRequested", "SegmentStarted"}
+_ONCE |= {
+    "RequestRefused",
+    "RollbackRequested",
+    "Pinned",
+    "StopRequested",
+    "Stopped",
+    "Finished",
+    "ResumeRequested",
+    "SegmentStarted",
+}
 
 
 class Mortal(Stage):
@@ -213,6 +222,16 @@ def _rollback_of_a_stopped_run(stage: Mortal) -> None:
     publish_message(stage.run_dir.request, Request(verb="rollback", by="alice", to=10, skip=True, asked_at=1.0))
 
 
+def _rollback_to_what_is_gone(stage: Mortal) -> None:
+    _train(stage)
+    publish_message(stage.run_dir.request, Request(verb="rollback", by="alice", to=5, asked_at=1.0))
+
+
+def _rollback_to_what_went_meanwhile(stage: Mortal) -> None:
+    _train(stage)
+    stage.watched.run.record(RollbackRequested(by="alice", to=5, asked_at=1.0))
+
+
 def _pin(stage: Mortal) -> None:
     _train(stage)
     publish_message(stage.run_dir.request, Request(verb="pin", by="alice", to=10))
@@ -312,6 +331,7 @@ SECTIONS: dict[Callable[[Mortal], None], dict[str, dict[str, Any]]] = {
 """What a history's configuration says."""
 HISTORIES = [_submission, _spike, _preemption, _node_failure, _stop, _stop_carried_out, _stop_in_the_queue]
 HISTORIES += [_resume, _end, _rollback_asked, _rollback_of_a_stopped_run, _pin]
+HISTORIES += [_rollback_to_what_is_gone, _rollback_to_what_went_meanwhile]
 HISTORIES += [_hang, _crash_twice, _bad_node, _lost_node, _failed_launch, _failed_launch_again, _maintenance]
 HISTORIES += [_long_wait, _long_wait_twice, _observed, _embedded, _embedded_in_vain]
 
@@ -417,6 +437,8 @@ def test_the_histories_are_what_they_are_called(tmp_path: Path) -> None:
     assert {"RollbackRequested", "RolledBack"} <= set(names(_rollback_asked))
     assert names(_rollback_of_a_stopped_run).count("Submitted") == 2
     assert names(_pin)[-1] == "Pinned"
+    assert "RequestRefused" in names(_rollback_to_what_is_gone)
+    assert "RequestRefused" in names(_rollback_to_what_went_meanwhile)
     assert "HangSeen" in names(_hang)
     assert names(_crash_twice)[-1] == "GaveUp"
     assert "NodeExcluded" in names(_bad_node)
