@@ -8,11 +8,12 @@ from supervisor.decision import Begin, Cancel, Decision, GiveUp, Wait
 from supervisor.journal import AttemptDecided, Cost, Plan, Where
 from supervisor.memory import memory_text
 from supervisor.observation import Observation
+from supervisor.report.figures import duration
 from supervisor.run_state import MAY_COME_BACK, RunState
 from worker.contract.cluster_config import ClusterConfig
 from worker.contract.config import Config
 from worker.contract.directive import Cause
-from worker.contract.exit_report import NO_WORLD_ERROR
+from worker.contract.exit_report import NO_WORLD_ERROR, Outcome
 from worker.contract.manifest import Manifest
 from worker.contract.recovery_config import CheckpointConfig, RecoveryConfig
 from worker.contract.run_dir import checkpoint_name
@@ -20,6 +21,8 @@ from worker.contract.words import count
 
 _MOST_TOLD: Final = 3
 """Damaged checkpoints in one reason."""
+_PAUSES_S: Final = (0.0, 5.0, 15.0, 60.0, 150.0)
+"""From one attempt to the next where only time may help, by the number of those without progress; then the last."""
 _QUEUED = (JobState.PENDING, JobState.HELD, JobState.CONFIGURING, JobState.REQUEUED)
 
 
@@ -66,7 +69,27 @@ def begin(run: RunState, seen: Observation, rules: Rules, plan: AttemptDecided) 
     where = _where(run, seen, rules)
     if where == "new_job" and not job_is_over(run, seen, rules) and rules.recovery.mode == "act":
         return _part_from_job(run, seen, plan.reason)
-    return Begin(plan.model_copy(update={"where": where}))
+    wait = why_not_begun(run, seen.now, rules.recovery) if plan.cause == "crash" else None
+    return Begin(plan.model_copy(update={"where": where})) if wait is None else Wait(wait)
+
+
+def why_not_begun(run: RunState, now: float, recovery: RecoveryConfig) -> str | None:
+    """Why the attempt after a crash is not begun now; None = it is.
+
+    An outage would spend all attempts within seconds where they crash before any step, or for the disk.
+    """
+    left = run.left
+    if left is None or left.outcome not in (Outcome.CRASHED, Outcome.REFUSED):
+        return None
+    is_by_disk = left.error is not None and left.error.points_at_disk
+    if not is_by_disk and (run.has_stepped or left.outcome is Outcome.REFUSED):
+        return None
+    number = run.attempts_since_progress - (0 if is_by_disk else 1)  # so that an outage does not cost the allocation
+    pause_s = _PAUSES_S[min(max(0, number), len(_PAUSES_S) - 1)]
+    pause_s = min(pause_s, recovery.directive_wait_s / 2)  # its agents wait in the allocation meanwhile
+    if not 0.0 <= now - run.decided_at < pause_s:
+        return None
+    return f"tried again in {duration(run.decided_at + pause_s - now)}: {left.reason}"
 
 
 def _where(run: RunState, seen: Observation, rules: Rules) -> Where:

@@ -236,8 +236,8 @@ def _note_crash(run: RunState, event: WorkerLeft) -> RunState:
     error = event.error
     if event.outcome is not Outcome.CRASHED or run.has_stepped or error is None:
         return run
-    if error.type == "Signal" or error.points_at_node:
-        return run  # somebody killed it, or its node failed: the same start may go well
+    if error.type == "Signal" or error.points_at_node or error.points_at_disk:
+        return run  # somebody killed it, or its node or its disk failed: the same start may go well
     return replace(run, previous_crash_signature=run.crash_signature, crash_signature=crash_signature(error))
 
 

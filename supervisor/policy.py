@@ -118,6 +118,8 @@ def _lost_nodes_that_ended_it(run: RunState, seen: Observation) -> str | None:
 def _answer_refused(run: RunState, seen: Observation, rules: Rules, left: WorkerLeft) -> Decision:
     error = left.error
     message = error.message if error else "no reason given"
+    if error is not None and error.points_at_disk and error.type != PROOF_ERROR:
+        return continue_run(run, seen, rules, "crash", left.reason)
     if error is None or error.type != PROOF_ERROR or run.plan is None or run.plan.resume_step == 0:
         return GiveUp(f"the worker will not train: {message}", error=message)
     older = [m for m in seen.manifests if m.step < run.plan.resume_step]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job import JobState
+from supervisor.attempts import why_not_begun
 from supervisor.budget import gpu_hours
 from supervisor.config_history import BATCH, by_key, fixed, fixed_since, named, surely_fixed
 from supervisor.fold import ending_of, replay
@@ -344,9 +345,13 @@ def _stop_file(run_dir: RunDir, state: RunState, left: str | None) -> str | None
 
 
 def _reason(config: Config, state: RunState) -> str:
-    """Why it stands where it stands: the journal's last reason, or why there is no job."""
-    waits = state.state == "queued" and state.job_id is None
-    return (why_not_submitted(state, time.time(), config.recovery) if waits else None) or state.reason
+    """Why it stands where it stands: the journal's last reason, or why there is no job, or no attempt."""
+    now, wait = time.time(), None
+    if state.state == "queued" and state.job_id is None:
+        wait = why_not_submitted(state, now, config.recovery)
+    elif not state.is_over and state.stop_by is None:
+        wait = why_not_begun(state, now, config.recovery)
+    return wait or state.reason
 
 
 def _max_steps(config: Config, events: list[Event]) -> int | None:

@@ -55,7 +55,9 @@ def error_of_trainer(
     if returncode < 0:
         name = signal.strsignal(-returncode) or "unknown"
         return ErrorDetail(type="Signal", message=f"killed by signal {-returncode} ({name})", traceback=log_tail)
-    return ErrorDetail(type="ExitCode", message=f"exit code {returncode}", traceback=log_tail)
+    last = log_tail.rstrip().rpartition("\n")[2].strip()
+    message = f"exit code {returncode}{f'; the last line of its log: {last}' if last else ''}"
+    return ErrorDetail(type="ExitCode", message=message, traceback=log_tail)
 
 
 def left_because(trainers_word: str | None, end: End | None, asked: Asked, is_stopped: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 
 from supervisor.journal import Continued, Event, GaveUp, HangSeen, RolledBack, WorkerLeft
 from worker.contract.config import Config
-from worker.contract.exit_report import Outcome
+from worker.contract.exit_report import Outcome, tells_of_disk
 
 _LOWER: Final = "a lower training.optimizer.learning_rate, a longer training.schedule.warmup"
 _ADVICE: Final = {
@@ -36,6 +36,9 @@ _AFTER_A_FAULT: Final = (
 )
 _AFTER_A_REQUEST: Final = "somebody outside sent that signal: there is no traceback to look for"
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+_AFTER_THE_DISK: Final = (
+    "an error of the disk, its server or the network, not of the program: `df -h` and `quota -s` say whether it is full"
+)
 _AFTER_ANOTHER: Final = (
     "another rank ended first, and its agent may be gone with it: attempts/ has the exit reports of those that wrote "
     "one, logs/train.log the last words"
@@ -126,7 +129,9 @@ def first(found: Sequence[str]) -> str:
 
 
 def _after_crash(reason: str) -> str | None:
-    """What to do about a crash that leaves no traceback; None where there is one."""
+    """What to do about a crash whose traceback says nothing, or that left none; None where it says enough."""
+    if tells_of_disk(reason):
+        return _AFTER_THE_DISK
     killed = re.search(r"killed by signal (\d+)", reason)
     if killed is None:
         return _AFTER_ANOTHER if "was ended by its agent" in reason or "ended (rank_died)" in reason else None

@@ -18,7 +18,7 @@ _PROGRESS_EVERY_S: Final = 10.0
 def _waits_for(run: RunState) -> str:
     if run.job is None:
         return "no job now"
-    is_loading = run.job.state == "RUNNING" and run.state == "starting"
+    is_loading = run.job.state == "RUNNING" and run.state == "starting" and run.left is None
     return f"job {run.job.job_id} is {run.job.state}{': the worker loads' if is_loading else ''}"
 
 

@@ -292,8 +292,11 @@ def test_the_error_is_the_trainers_own_where_it_left_one() -> None:
     own = ErrorDetail(type="ValueError", message="bad", traceback="line 1", what="loss", expected="1", found="2")
     assert error_of_trainer(Outcome.REFUSED, 23, own, None, "", "tail") == own
     assert error_of_trainer(Outcome.DONE, 0, None, None, "", "tail") is None
-    crash = error_of_trainer(Outcome.CRASHED, 1, None, None, "", "tail")
-    assert crash == ErrorDetail(type="ExitCode", message="exit code 1", traceback="tail")
+    crash = error_of_trainer(Outcome.CRASHED, 1, None, None, "", "Traceback\ntail\n")
+    told = "exit code 1; the last line of its log: tail"
+    assert crash == ErrorDetail(type="ExitCode", message=told, traceback="Traceback\ntail\n")
+    mute = error_of_trainer(Outcome.CRASHED, 1, None, None, "", "")
+    assert mute == ErrorDetail(type="ExitCode", message="exit code 1")
     killed = error_of_trainer(Outcome.CRASHED, -9, None, None, "", "tail")
     assert killed is not None
     assert (killed.type, killed.message) == ("Signal", "killed by signal 9 (Killed)")

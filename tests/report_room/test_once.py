@@ -102,6 +102,16 @@ def test_what_was_tried_and_which_batches_are_left_out_is_not_told_again(tmp_pat
     assert dict(details_once(over, None, Listing()))["tried"] == answer.reason
 
 
+def test_after_an_error_of_the_disk_nobody_is_sent_to_the_program() -> None:
+    reason = (
+        "10 attempts without a new healthy checkpoint; the last: the worker crashed: [Errno 122] Disk quota exceeded"
+    )
+    over = GaveUp(reason=reason, saved_step=10)
+    tried = [text for label, text in details_of(over, folder="/runs/r") if label == "try"]
+    assert tried[0].startswith("an error of the disk")
+    assert tried[1:] == ["do that, then higgsfield resume /runs/r"]
+
+
 def test_an_error_in_a_persons_own_script_names_the_place_to_mend_and_is_shown_from_a_frame_on() -> None:
     ours = "".join(f'  File "/x/worker/train.py", line {n}, in f{n}\n    f()\n    ^^^\n' for n in range(5))
     call = '  File "/x/worker/own_script.py", line 86, in run\n    script(self)\n'

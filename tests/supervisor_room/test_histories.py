@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from slurm.job import JobState
 from supervisor.journal import Finished, GaveUp, RolledBack, VerdictSeen
+from supervisor.runs import standing
 from tests.supervisor_room.stage import CRASHED, Stage
 from worker.contract.exit_report import ErrorDetail, Outcome
 
@@ -141,6 +144,107 @@ def test_two_different_crashes_before_any_step_do_not_give_up(stage: Stage) -> N
     stage.leave(Outcome.CRASHED, error=ErrorDetail(type="ValueError", message="other"))
     stage.settle()
     assert stage.state != "gave_up"
+
+
+FULL = ErrorDetail(type="OSError", message="[Errno 122] Disk quota exceeded", traceback=CRASHED.traceback)
+STALE = ErrorDetail(
+    type="ExitCode", message="exit code 1; the last line of its log: r/rank-0.error.json: [Errno 116] Stale file handle"
+)
+KILLED = ErrorDetail(type="Signal", message="killed by signal 9 (Killed)")
+
+
+def pauses(stage: Stage, outcome: Outcome, error: ErrorDetail, num_steps: int = 0) -> list[float]:
+    """For how long each attempt stood until the next was decided, where all end in the same way until it gives up."""
+    stood = []
+    while stage.state != "gave_up":
+        if num_steps:
+            stage.train(num_steps)
+            stage.settle()
+        attempt, since = stage.directive.attempt, stage.watched.run.state.decided_at
+        stage.leave(outcome, error=error)
+        for _ in range(400):
+            stage.look()
+            if stage.state == "gave_up" or stage.directive.attempt != attempt:
+                break
+        if stage.state != "gave_up":
+            stood.append(stage.watched.run.state.decided_at - since)
+            stage.settle()
+            stage.start_job()
+            stage.settle()
+    return stood
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (Outcome.CRASHED, FULL),
+        (Outcome.CRASHED, STALE),
+        (Outcome.CRASHED, ErrorDetail(type="OSError", message="[Errno 28] the disk took only part of a record: 'h'")),
+        (
+            Outcome.CRASHED,
+            ErrorDetail(type="SafetensorError", message="I/O error: Read-only file system (os error 30)"),
+        ),
+        (
+            Outcome.REFUSED,
+            ErrorDetail(type="DataError", message="data.train: a.txt cannot be read (Stale file handle)"),
+        ),
+    ],
+)
+def test_an_error_of_the_disk_is_waited_out_for_as_long_as_attempts_last(
+    tmp_path: Path, outcome: Outcome, error: ErrorDetail
+) -> None:
+    stage = Stage(tmp_path, recovery={"max_submissions_per_hour": 100, "node_strikes": 100})
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stood = pauses(stage, outcome, error)
+    assert len(stood) == 10
+    for expected, found in zip([5, 15, 60, 150, 150, 150, 150, 150, 150], stood[1:], strict=True):
+        assert expected <= found <= expected + 15  # seconds of looks, and of a job that is cancelled
+    assert isinstance(stage.events[-1], GaveUp)
+    assert "10 attempts without a new healthy checkpoint" in stage.events[-1].reason
+
+
+def test_an_error_of_the_disk_after_steps_is_answered_at_once_the_first_time(stage: Stage) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.leave(Outcome.CRASHED, error=FULL)
+    before = stage.now
+    stage.settle()
+    assert stage.directive.attempt == 2
+    assert stage.watched.run.state.decided_at - before <= 2
+
+
+def test_a_start_that_is_killed_again_and_again_before_any_step_pauses_and_after_steps_does_not(
+    tmp_path: Path,
+) -> None:
+    for num_steps, expected in ((0, [0, 5, 15, 60, 150]), (8, [0, 0, 0, 0, 0])):
+        recovery = {"max_attempts_without_progress": 6, "max_submissions_per_hour": 100}
+        stage = Stage(tmp_path / str(num_steps), recovery=recovery)
+        stage.settle()
+        stage.start_job()
+        stood = pauses(stage, Outcome.CRASHED, KILLED, num_steps)
+        for least, found in zip(expected, stood, strict=True):
+            assert least <= found <= least + 15
+
+
+def test_status_says_when_it_is_tried_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.settle()
+    stage.start_job()
+    stage.train(25)
+    stage.settle()
+    stage.leave(Outcome.CRASHED, error=FULL)
+    stage.settle()
+    stage.claim()
+    stage.leave(Outcome.CRASHED, error=FULL)
+    stage.look()
+    monkeypatch.setattr("supervisor.runs.time.time", lambda: stage.now)
+    reason = standing(stage.run_dir, in_detail=False)["reason"]
+    assert reason.startswith("tried again in ")
+    assert "Disk quota exceeded" in reason
 
 
 def test_a_restore_that_does_not_prove_itself_takes_the_next_older_checkpoint_at_the_same_rate(stage: Stage) -> None:

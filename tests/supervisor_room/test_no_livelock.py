@@ -17,6 +17,7 @@ MAX_STEPS = 400
 PROOF = ErrorDetail(type="ProofError", message="probe loss", what="probe", expected="1.0", found="2.0")
 MEMORY = ErrorDetail(type="OutOfMemoryError", message="2 GiB")
 BROKEN_NODE = ErrorDetail(type="AcceleratorError", message="CUDA error: uncorrectable ECC error encountered")
+DISK = ErrorDetail(type="OSError", message="[Errno 122] Disk quota exceeded")
 ALONE = ErrorDetail(type=NO_WORLD_ERROR, message="2 ranks found no world")
 OTHER_CRASH = CRASHED.model_copy(update={"type": "ValueError"})
 
@@ -24,11 +25,13 @@ faults = st.one_of(
     st.tuples(
         st.just("spike"), st.sampled_from(["spike", "divergence", "nonfinite"]), st.sampled_from([6.0, 6.5, 90.0])
     ),
-    st.tuples(st.just("leave"), st.just(Outcome.CRASHED), st.sampled_from([CRASHED, OTHER_CRASH, BROKEN_NODE, ALONE])),
+    st.tuples(
+        st.just("leave"), st.just(Outcome.CRASHED), st.sampled_from([CRASHED, OTHER_CRASH, BROKEN_NODE, ALONE, DISK])
+    ),
     st.tuples(st.just("hang")),
     st.tuples(st.just("leave"), st.just(Outcome.ENDED), st.none()),
     st.tuples(st.just("leave"), st.just(Outcome.OUT_OF_MEMORY), st.just(MEMORY)),
-    st.tuples(st.just("leave"), st.just(Outcome.REFUSED), st.just(PROOF)),
+    st.tuples(st.just("leave"), st.just(Outcome.REFUSED), st.sampled_from([PROOF, DISK])),
     st.tuples(
         st.just("lose_job"),
         st.sampled_from([JobState.FAILED, JobState.NODE_FAIL, JobState.PREEMPTED, JobState.TIMEOUT]),
@@ -48,6 +51,7 @@ spike_settings = st.fixed_dictionaries(
 @given(st.lists(moves, min_size=1, max_size=8), spike_settings)
 @example([(3, ("spike", "spike", 6.0))], {"skip": "never", "skip_before": 0, "max_rollbacks": 20})
 @example([(0, ("leave", Outcome.CRASHED, BROKEN_NODE))], {"skip": "never", "skip_before": 0, "max_rollbacks": 20})
+@example([(0, ("leave", Outcome.CRASHED, DISK))], {"skip": "never", "skip_before": 0, "max_rollbacks": 20})
 @example([(3, ("hang",)), (0, ("hang",))], {"skip": "never", "skip_before": 0, "max_rollbacks": 20})
 @example([(23, ("spike", "spike", 6.0))], {"skip": "repeat", "skip_before": 5, "max_rollbacks": 20})
 def test_any_faults_again_and_again_end_in_time(turns: list[Any], spike: dict[str, Any]) -> None:

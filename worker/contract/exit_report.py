@@ -1,5 +1,7 @@
 """How a start of the worker ended, rank by rank: exit codes, outcomes and errors."""
 
+import errno
+import os
 import re
 from enum import StrEnum
 from typing import Literal
@@ -70,6 +72,20 @@ _BROKEN = re.compile(
 )
 """What devices, drivers and disks say, and no program of a person's own."""
 
+_ERRORS_OF_DISKS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.EROFS, errno.ETIMEDOUT),
+    *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENOLCK),
+)
+_DISK = re.compile(
+    "|".join(re.escape(text) for each in _ERRORS_OF_DISKS for text in (f"[Errno {each}]", os.strerror(each))),
+    re.IGNORECASE,
+)
+
+
+def tells_of_disk(text: str) -> bool:
+    """Whether it has the words of a disk that is full, over its quota or away."""
+    return _DISK.search(text) is not None
+
 
 class ErrorDetail(Message):
     """What went wrong: ``what``, ``expected`` and ``found`` where a proof failed or a request was met."""
@@ -85,6 +101,11 @@ class ErrorDetail(Message):
     def points_at_node(self) -> bool:
         """Whether it is the error of a device, a driver or a disk."""
         return _BROKEN.search(f"{self.type}: {self.message}") is not None
+
+    @property
+    def points_at_disk(self) -> bool:
+        """Whether a disk that is full, over its quota or away was met: the same start may go well later."""
+        return tells_of_disk(self.message)
 
 
 class ExitReport(Message):
