@@ -9,7 +9,7 @@ from math import isclose
 from typing import Final
 
 from supervisor.batches import as_skips, in_words
-from supervisor.evidence import Incident, median_of
+from supervisor.evidence import Incident, is_unlearned, median_of
 from supervisor.rate_rules import rate_rule, rates_from_scratch, shares_of_warmup
 from supervisor.recipe_facts import Facts
 from supervisor.spike_policy import SOON_AFTER_RESUME
@@ -64,6 +64,14 @@ def at_the_same_batch(incident: Incident) -> Says:
             "another epoch, the same batch" if is_other_epoch else "the rate was another one, the batch was not",
         )
     return ()
+
+
+def nothing_learned(incident: Incident) -> Says:
+    """Step after step without a loss, and with a gradient of exactly zero: no label of their batches is left."""
+    if not incident.is_nonfinite or not all(map(is_unlearned, incident.streak)):
+        return ()
+    onset, last = incident.onset, incident.verdict.step
+    return (f"no finite loss and a gradient norm of 0 from step {onset} to {last}: nothing was learned",)
 
 
 def _went_well(incident: Incident) -> Sequence[Record]:

@@ -165,6 +165,16 @@ def _gave_up(evidence: Evidence) -> Says:
 # -- the shape of the curve --------------------------------------------------------------------------------------------
 
 
+def no_finite_loss(evidence: Evidence) -> Says:
+    """Of the last steps none has a loss that is finite, and none has a verdict: nothing can be said of the loss."""
+    last = evidence.branch[-_FEW:]
+    if not last or any(one.loss is not None or one.verdict not in ("ok", "pending") for one in last):
+        return ()
+    norms = [one.grad_norm for one in last if one.grad_norm]
+    gradient = f"gradient norm {median_of(norms):.4g}" if norms else "and a gradient norm of 0: nothing was learned"
+    return (f"no finite loss in the last {count(len(last), 'step')} (up to step {last[-1].step}), {gradient}",)
+
+
 def stuck_high(evidence: Evidence) -> Says:
     """The loss is where it began."""
     losses = _losses(evidence)

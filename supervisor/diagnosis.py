@@ -22,6 +22,7 @@ from supervisor.blow_ups import (
     late_and_growing,
     norm_left_first,
     not_finite,
+    nothing_learned,
     on_one_rank,
     rose,
     suddenly_infinite,
@@ -32,6 +33,7 @@ from supervisor.curve_shapes import (
     at_regular_distances,
     ended_badly,
     evaluates_worse,
+    no_finite_loss,
     proof_failed,
     proof_failed_before,
     rebound,
@@ -185,10 +187,14 @@ _LOOK_AT_BATCH: Final = (
     "look at the rows of that batch, or leave them out: recovery.spike.skip repeat does so when it comes again, always "
     "at once"
 )
+_LOOK_AT_LABELS: Final = "look at the labels of those batches: where all of them are -100, there is no token to learn"
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 OF_VERDICTS: Final[Sequence[Row[Incident]]] = (
+    Row(
+        "nothing is learned", "the labels of those batches", "likely", nothing_learned, _say(_LOOK_AT_LABELS),
+    ),
     Row(
         "at the same batch", "the data", "likely", at_the_same_batch, _say(_LOOK_AT_BATCH), "without-batches",
     ),
@@ -269,6 +275,7 @@ SHAPES: Final[Sequence[Row[Evidence]]] = (
         "its last start ended badly", "the program, its settings or its machine", "sure", ended_badly,
         _after_its_end,
     ),
+    Row("no finite loss", "the labels of those batches", "likely", no_finite_loss, _say(_LOOK_AT_LABELS)),
     Row("stuck high", "it does not learn", "likely", stuck_high, _by(_learn_at_all)),
     Row(
         "a rebound", "the rate stays high for too long, or the data changed", "possible", rebound, _by(_other_schedule),

@@ -202,8 +202,13 @@ def is_scaler_skip(record: Record) -> bool:
 
 
 def is_nonfinite(record: Record) -> bool:
-    """Whether this step's numbers were not finite, and no scaler took care of it."""
-    return record.verdict in ("skipped", "nonfinite") and not is_scaler_skip(record)
+    """Whether this step's numbers were not finite, no scaler took care of it, and there was something to learn."""
+    return record.verdict in ("skipped", "nonfinite") and not is_scaler_skip(record) and not is_unlearned(record)
+
+
+def is_unlearned(record: Record) -> bool:
+    """Whether nothing was learned in this step: no loss, and a gradient of exactly 0."""
+    return record.loss is None and record.grad_norm == 0
 
 
 def median_of(numbers: Iterable[float | None]) -> float | None:

@@ -8,7 +8,7 @@ from typing import Final
 from slurm import reasons
 from slurm.job import JobState, JobStatus
 from supervisor.batches import trained_on
-from supervisor.evidence import first_verdicts, is_nonfinite, onset_of
+from supervisor.evidence import first_verdicts, is_nonfinite, is_unlearned, onset_of
 from supervisor.how_it_left import how_it_left
 from supervisor.journal import (
     DrainSeen,
@@ -187,7 +187,11 @@ def _nonfinite_ranks(branch: Sequence[Record], onset: int) -> tuple[int, ...]:
 
 def _first_nonfinite(branch: Sequence[Record], last: Record, onset: int) -> int:
     """The first step of the streak whose numbers are not finite; in those before it the loss only left its level."""
-    return next((one.step for one in branch if onset <= one.step <= last.step and is_nonfinite(one)), last.step)
+    return next((one.step for one in branch if onset <= one.step <= last.step and _has_failed(one)), last.step)
+
+
+def _has_failed(record: Record) -> bool:
+    return is_nonfinite(record) or is_unlearned(record)
 
 
 def _describe(record: Record, onset: int, first_nonfinite: int) -> str:

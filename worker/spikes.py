@@ -20,6 +20,8 @@ from worker.watched import Watched
 _RATE_SPAN = 1_000
 _RATE_LIMIT = 10  # 1 % of the span: one more within it is acted on
 _FORMAT = 2
+_NOTHING_LEARNED = 20
+"""Steps in a row: batches of which no label is left come one by one."""
 _RECENT = 3
 _FAST = 5
 _CLEARLY_POSITIVE = 0.1  # losses printed with four digits reach 0.0 honestly, but from below this, not in one step
@@ -133,6 +135,7 @@ class Detector:
         self._step: int | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._nonfinite = NonFinite(self._rules.nonfinite_patience)
+        self._unlearned = Streak()
         self._rule: Rule = _RULES[self._rules.rule](self._rules, self._accept_level)
         self._witness = Witness(self._rules)
         self._watched = Watched(self._rules)
@@ -145,8 +148,9 @@ class Detector:
 
         Not finite is a gradient that is not, or a loss that is not (or is unknown, or the exact 0.0 that a filter
         puts in its place) beside an unknown gradient.  A step that the fp16 scaler skipped is its way of working:
-        ``skipped``, and counted nowhere.  With a finite gradient a NaN harms nothing and is noted; +inf is above
-        every band, as is a step that is not finite after losses above theirs.
+        ``skipped``, and counted nowhere.  With a finite gradient a NaN harms nothing and is noted; beside one of
+        exactly 0 it is ``pending``, as nothing was learned, and the 20th in a row acts.  +inf is above every band,
+        as is a step that is not finite after losses above theirs.
         """
         if self._step is not None and step < self._step:
             self._begin()
@@ -155,12 +159,15 @@ class Detector:
         self._step = step
         if scaler_skipped:
             return Judgement("skipped", step, warnings=("the fp16 scaler skipped this step",))
+        is_unknown = loss is None or math.isnan(loss) or loss == -math.inf
+        if not is_unknown or grad_norm != 0:
+            self._unlearned.end()
         if self._is_nonfinite(loss, grad_norm):
             return self._judge_nonfinite(step)
         self._nonfinite.streak.end()
         has_witness = self._witness.speaks(grad_norm)
-        if loss is None or math.isnan(loss) or loss == -math.inf:
-            return self._noted(loss)
+        if loss is None or is_unknown:
+            return self._noted(step, loss, grad_norm)
         if math.isfinite(loss):
             self._recent.append(loss)
         if not self._loss_tells:
@@ -183,9 +190,15 @@ class Detector:
             return True
         return loss == 0.0 and len(self._recent) > 0 and min(self._recent) > _CLEARLY_POSITIVE
 
-    def _noted(self, loss: float | None) -> Judgement:
+    def _noted(self, step: int, loss: float | None, grad_norm: float | None) -> Judgement:
         said = self._rule.unknown()
         warning = f"the loss is {'unknown' if loss is None else loss} and the gradient is finite"
+        if grad_norm == 0:
+            onset = self._unlearned.extend(step)
+            said = said if said.verdict != "ok" else Judgement("pending", onset)
+            if self._unlearned.is_due(_NOTHING_LEARNED):
+                learned_nothing = f"nothing was learned in {_NOTHING_LEARNED} steps: no loss, and a gradient of 0"
+                return Judgement("nonfinite", onset, said.level, (warning, learned_nothing))
         return Judgement(said.verdict, said.onset_step, said.level, (warning,))
 
     def judge_logged(
@@ -223,6 +236,7 @@ class Detector:
             "step": self._step,
             "recent": list(self._recent),
             "nonfinite": {"streak": self._nonfinite.streak.state(), "steps": list(self._nonfinite.steps)},
+            "unlearned": self._unlearned.state(),
             "reference": self._rule.state(),
             "witness": self._witness.state(),
             "watched": self._watched.state(),
@@ -238,6 +252,7 @@ class Detector:
         self._recent.extend(state["recent"])
         self._nonfinite.streak = Streak(**state["nonfinite"]["streak"])
         self._nonfinite.steps.extend(state["nonfinite"]["steps"])
+        self._unlearned = Streak(**state.get("unlearned", {}))
         self._rule.restore(state["reference"])
         self._witness.restore(state["witness"])
         self._watched.restore(state["watched"])

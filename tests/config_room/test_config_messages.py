@@ -51,6 +51,7 @@ LINES = [
         "training.batch_size: 100000000000000000000000 is out of range; write a number of at most 1000000000",
     ),
     ("training.max_steps=0", "training.max_steps: 0 is out of range; write a number of at least 1"),
+    ("data.max_tokens=1", "data.max_tokens: 1 is out of range; write a number of at least 2"),
     ("run.seed=4294967296", "run.seed: 4294967296 is out of range; write a number of at most 4294967295"),
     (
         "training.max_steps=1000000000001",

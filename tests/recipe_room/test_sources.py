@@ -32,12 +32,12 @@ def rows_of(data: TrainingData) -> list[list[tuple[str, str, int, int]]]:
     return [[(Path(one.file).name, one.unit, one.first, one.last) for one in rows] for rows in located]
 
 
-def words() -> PreTrainedTokenizerFast:
+def words(template: str = "<s> $A") -> PreTrainedTokenizerFast:
     """Words, and a token at the beginning that stands nowhere in the text; its end-of-text is added by us."""
     names = ["<s>", "</s>", "<unk>", *"abcdefgh"]
     tokenizer = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
@@ -98,8 +98,8 @@ def test_of_a_text_file_that_is_too_large_all_lines_are_named(tmp_path: Path, mo
 
 
 def test_a_sample_of_special_tokens_alone_is_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a b\nc")
-    found = rows_of(built(tmp_path, words(), train="a.txt", tokenizer="words", max_tokens=1))
+    (tmp_path / "a.txt").write_text("a b\nc d")
+    found = rows_of(built(tmp_path, words("$A <s>"), train="a.txt", tokenizer="words", max_tokens=2))
     assert found[-1] == [("a.txt", "line", 2, 2)]
 
 

@@ -148,6 +148,22 @@ class TestNotFinite:
         assert {one.verdict for one in said} == {"ok"}
         assert all("nan" in one.warnings[0] for one in said[30:])
 
+    @pytest.mark.parametrize("loss", [NAN, None])
+    def test_twenty_steps_without_a_loss_in_which_nothing_was_learned_act(self, loss: float | None) -> None:
+        said = judged([loss] * 40, norm=0.0)
+        assert [(n, one.onset_step) for n, one in enumerate(said, start=1) if one.verdict == "nonfinite"] == [
+            (20, 1),
+            (40, 1),
+        ]
+        assert "nothing was learned in 20 steps" in said[19].warnings[1]
+        assert {one.verdict for one in said[:19]} == {"pending"}
+
+    @pytest.mark.parametrize("row", [(2.0, 0.0), (NAN, 1.0), (NAN, NAN)])
+    def test_a_step_that_learns_or_fails_in_between_begins_them_anew(self, row: tuple[float, float]) -> None:
+        detector = Detector(RULES)
+        rows = [(NAN, 0.0)] * 19 + [row] + [(NAN, 0.0)] * 19
+        assert not {detector.judge(step, *one).verdict for step, one in enumerate(rows)} & ACTED
+
     def test_a_nan_loss_within_a_streak_neither_ends_nor_feeds_it(self) -> None:
         said = judged([2.0] * 30 + [9.0, NAN, 9.0, 9.0])
         assert [one.verdict for one in said[30:]] == ["pending", "pending", "pending", "spike"]

@@ -178,6 +178,8 @@ HISTORIES: dict[str, Callable[[], Evidence]] = {
     "its last start ended badly": lambda: of(
         events=[WorkerLeft(attempt=1, outcome=Outcome.CRASHED, error=ErrorDetail(type="E", message="boom"))]
     ),
+    "nothing is learned": lambda: of(CALM, steps(401, 419, **BLANK), unlearned(420)),
+    "no finite loss": lambda: of(steps(1, 15, begun=FRESH, **BLANK)),
     "nothing yet": lambda: of(),
 }
 
@@ -190,6 +192,14 @@ def evaluated(*eval_losses: float, loss: Callable[[int], float] = lambda step: 2
 
 FALLS = (3.0, 2.5, 2.2, 2.0, 1.9)
 RISES = (1.92, 1.94, 1.96, 1.98, 2.0, 2.02, 2.04)
+
+
+BLANK: dict[str, Any] = {"loss": None, "grad_norm": 0.0, "nonfinite": {"loss": "nan"}, "verdict": "pending"}
+"""A step of which no label is left."""
+
+
+def unlearned(step: int, **fields: Any) -> list[Record]:
+    return steps(step, step, **BLANK | {"verdict": "nonfinite", "onset_step": step - 19} | fields)
 
 
 def refusal(attempt: int) -> WorkerLeft:
@@ -311,6 +321,16 @@ AGAIN = (CALM, spike(401, 403), steps(391, 400, 2, start("checkpoint-390"), lr=5
             "it learns, slowly",
             of(steps(1, 300, begun=FRESH, loss=lambda s: 5.5 - s / 500), model=SCRATCH),
             "stuck high",
+        ),
+        (
+            "observed, every 20 steps",
+            of(CALM, *(steps(at, at + 18, **BLANK) + unlearned(at + 19, observed=True) for at in range(401, 501, 20))),
+            "not finite at regular distances",
+        ),
+        (
+            "one batch without labels",
+            of(CALM, steps(401, 401, **BLANK), steps(402, 410), steps(411, 429, **BLANK)),
+            "no finite loss",
         ),
         ("low and flat", of(steps(1, 300, begun=FRESH, loss=1.2)), "stuck high"),
         (

@@ -63,8 +63,8 @@ class DataConfig(Section):
     """Rows that cannot be used (broken JSON, a missing column, ...) before the run is refused; they are named."""
     tokenizer: str | None = None
     """``bytes`` for the 256 byte values, a folder or hub name; null = the model's own."""
-    max_tokens: Size = 2048
-    """Longest sequence, in tokens."""
+    max_tokens: Annotated[Size, Field(ge=2)] = 2048
+    """Longest sequence, in tokens; of a single one there is no next token to learn."""
     pack: bool = True
     """Fill sequences with several documents, each seeing only itself; false = one document a sequence."""
     shuffle: bool = True
