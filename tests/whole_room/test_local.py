@@ -174,7 +174,7 @@ def test_another_configuration_of_the_same_name_is_refused(eventful: Eventful) -
 
 
 ROW = {"name", "dir", "state", "step", "max_steps", "loss", "lr_scale", "rollbacks", "attempt", "job", "supervisor"}
-ROW |= {"since", "eta", "doing", "still_since", "worker_left", "reason"}
+ROW |= {"supervisor_place", "since", "eta", "doing", "still_since", "worker_left", "reason"}
 DETAILS = {"checkpoints", "excluded", "budgets", "events", "try", "evaluations"}
 
 
