@@ -1,5 +1,6 @@
 """The command line: its verbs, and what becomes of the errors that a person can cause."""
 
+import argparse
 import errno
 import importlib.metadata
 import os
@@ -15,6 +16,7 @@ from supervisor.config import ConfigError
 from supervisor.lease import HeldError, LostError
 from supervisor.place import supervise_beside_worker, supervise_in_job
 from supervisor.report.log_text import SinceError
+from supervisor.report.screen import printing_cannot_fail
 from supervisor.run_state import RunState
 from supervisor.runs import RunError
 from supervisor.verbs.diagnosing import diagnose
@@ -46,7 +48,8 @@ def _supervise_in_job(folder: RunDir, act: Callable[[RunDir], RunState | None]) 
     with open(folder.supervisor_log, "a", buffering=1, encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    return _guarded(lambda: exit_code_of(act(folder)))
+    with printing_cannot_fail():
+        return _guarded(lambda: exit_code_of(act(folder)))
 
 
 VERBS: Final = (
@@ -68,6 +71,7 @@ VERBS: Final = (
     infer,
     doctor,
 )
+_ONLY_LOOK: Final = (check, detect, status, watch, log, diagnose, report, infer, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +88,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(parser)
     args = parser.parse_args(argv)
-    return _guarded(lambda: int(args.act(args)))
+    if args.act in _ONLY_LOOK:
+        return _guarded(lambda: _look(args))
+    with printing_cannot_fail():
+        return _guarded(lambda: int(args.act(args)))
+
+
+def _look(args: argparse.Namespace) -> int:
+    """A verb that only looks; where nobody reads on, it has shown enough."""
+    try:
+        code = int(args.act(args))
+        print(end="", flush=True)
+    except BrokenPipeError:
+        _leave_stdout()
+        return OK
+    return code
+
+
+def _leave_stdout() -> None:
+    """What is still to be written there would fail once more when the interpreter ends."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_installed(distribution: str) -> bool:
@@ -107,13 +133,11 @@ def _guarded(act: Callable[[], int]) -> int:
     except (HeldError, LostError) as error:
         complain(str(error))
         return HELD
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
     except OSError as error:
         is_name = error.errno in _A_PERSONS_NAME
         if not is_name and error.errno not in _A_PERSONS_DISK:
             raise
+        _leave_stdout()
         mend = "use one that you may read and write, with room on its disk"
         complain(f"{error.filename or 'the disk'}: {error.strerror}" + ("" if is_name else f"; {mend}"))
         return WRONG_INPUT

@@ -98,6 +98,9 @@ class Lease:
         except UnusableFileError:
             publish_message(self.run_dir.lease, self.file)
             return
+        if found is None and not self.run_dir.path.exists():
+            how = "what trained in it ends by itself, and a run that was moved goes on by `higgsfield resume`"
+            raise LostError(f"{self.run_dir.path}: the folder is gone, moved or removed; {how}")
         if found is None or found.holder != self.file.holder:
             raise LostError(f"{found.holder if found else 'nobody'} holds {self.run_dir.path.name} now")
 

@@ -22,6 +22,7 @@ from typing import Final, NoReturn
 from slurm.commands import python_environment
 from slurm.job import JobState
 from slurm.scheduler import LocalScheduler, Scheduler, SchedulerError
+from supervisor.report.screen import printing_cannot_fail
 from supervisor.requests import Request
 from supervisor.run_state import RunState
 from supervisor.runs import RunError
@@ -207,7 +208,8 @@ def _hear_no_more() -> None:
 
 def main() -> None:
     """Supervise the run of argv to its end."""
-    supervise(RunDir(Path(sys.argv[1])), sys.stdout)
+    with printing_cannot_fail():
+        supervise(RunDir(Path(sys.argv[1])), sys.stdout)
 
 
 if __name__ == "__main__":

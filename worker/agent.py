@@ -4,6 +4,7 @@ It claims the attempt, starts the trainer, passes signals on, writes the exit re
 next attempt.  It talks to the supervisor and to the other ranks through files only.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -96,11 +97,13 @@ def run(
         agent.listen()
         exit_code = agent_exit_code(agent.run())
     except BaseException as error:  # noqa: BLE001 (whatever it is: the trainer must end and the report be written)
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         agent.fail(error)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(exit_code)
 
 
@@ -354,7 +357,7 @@ class Agent:
         tail = log_tail(self._log(), child.log_begin, TRACEBACK_LINES)
         error = error_of_trainer(outcome, returncode, known, end, what, tail)
         self.past = replace(self.past, outcome=outcome)
-        publish_report(self.run_dir, self.task, attempt, outcome, error, self.started, returncode, self.hang)
+        self._report(attempt, outcome, error, returncode, self.hang)
         self.say(f"attempt {attempt} ended as {outcome}")
 
     def _await_own_signal(self) -> None:
@@ -370,7 +373,21 @@ class Agent:
     def _report_if_missing(self, attempt: int, move: Leave) -> None:
         if move.outcome is not None and not has_reported(self.run_dir, self.task, attempt):
             error = ErrorDetail(type="Left", message=move.reason, what=move.what)
-            publish_report(self.run_dir, self.task, attempt, move.outcome, error, self.started)
+            self._report(attempt, move.outcome, error)
+
+    def _report(
+        self,
+        attempt: int,
+        outcome: Outcome,
+        error: ErrorDetail | None,
+        returncode: int | None = None,
+        hang: Hang | None = None,
+    ) -> None:
+        """Put the exit report in place, where there is still a place for it."""
+        try:
+            publish_report(self.run_dir, self.task, attempt, outcome, error, self.started, returncode, hang)
+        except FileNotFoundError as failure:
+            self.say(f"cannot report: {failure}")
 
     def fail(self, error: BaseException) -> None:
         """End the trainer and report that this agent itself failed, as far as that still can be done."""
@@ -387,7 +404,8 @@ class Agent:
             self.say(f"cannot report: {failure}")
 
     def say(self, text: str) -> None:
-        """One line for the task's own log; the same one only once in a row."""
+        """One line for the task's own log; the same one only once in a row. A full disk must not end a trainer."""
         if text != self._said:
-            print(f"agent of rank {self.task.rank}: {text}", flush=True)
+            with contextlib.suppress(OSError):
+                print(f"agent of rank {self.task.rank}: {text}", flush=True)
         self._said = text

@@ -23,7 +23,8 @@ def look(run_dir: RunDir, task: Task, before: Seen, last_attempt: int | None) ->
     """
     directive = read_directive(run_dir.directive)
     if directive is None:
-        return Seen(held=before.held, held_claim=_claim(run_dir, before.held))
+        is_gone = not run_dir.path.exists()
+        return Seen(held=before.held, held_claim=_claim(run_dir, before.held), is_gone=is_gone)
     attempt = directive.attempt
     claim = read_claim(run_dir.claim(attempt))
     is_twin = task.rank == 0 and claim is not None and is_own(claim, task) and not _is_by_this_process(claim)
@@ -99,7 +100,7 @@ def claim_attempt(run_dir: RunDir, task: Task, attempt: int) -> None:
 def let_go(run_dir: RunDir, task: Task, attempt: int) -> None:
     """Tell the other agents of this start that they need not stay until they are killed."""
     path = run_dir.let_go(attempt, task.restart)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     path.touch()
 
 
@@ -132,7 +133,10 @@ def publish_report(
     returncode: int | None = None,
     hang: Hang | None = None,
 ) -> None:
-    """Put this rank's exit report in place; ``returncode`` as in subprocess, minus N for signal N."""
+    """Put this rank's exit report in place; ``returncode`` as in subprocess, minus N for signal N.
+
+    FileNotFoundError where the attempt's folder is gone: nobody makes it again.
+    """
     known = trainers_word(run_dir, task, attempt)
     report = ExitReport(
         attempt=attempt,
@@ -152,5 +156,5 @@ def publish_report(
         hang=hang,
     )
     path = run_dir.exit_report(attempt, task.restart, task.rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     publish_message(path, report)

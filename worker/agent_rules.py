@@ -21,6 +21,7 @@ PREEMPTED_GRACE_S = 60.0
 What = Literal["stop", "time_limit", "preempted", "hang", "rank_died", "fenced", "parent_died"]
 """Why a trainer left or was ended, in the words of ``error.what``."""
 
+_GONE = "the run's folder is gone from its place: it was moved or removed"
 _EXITS_ZERO = frozenset({Outcome.DONE, Outcome.LEFT, Outcome.VERDICT, Outcome.FENCED})
 
 
@@ -68,6 +69,8 @@ class Seen:
     """Whether the scheduler ends this start of the held attempt already, so that no agent need stay."""
     hanging: frozenset[int] = frozenset()
     """Ranks whose agent says that they hang in this start of the held attempt."""
+    is_gone: bool = False
+    """Whether the run's folder is: it was moved or removed under way."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,8 @@ def start_rule(task: Task, seen: Seen, past: Past, asked: Asked, max_relaunches:
     """What an agent without a running trainer does next."""
     if asked.orphaned:
         return Leave(past.outcome or Outcome.ENDED, "the parent process died", "parent_died")
+    if seen.is_gone:
+        return Fenced(_GONE)
     for claim in (seen.claim, seen.held_claim):
         if claim is not None and is_foreign(claim, task):
             return Fenced(f"job {claim.job_id}, restart {claim.restart}, holds the run")
@@ -276,6 +281,8 @@ def _end(task: Task, seen: Seen, running: Running, asked: Asked) -> End | None:
     if asked.orphaned:
         return End("parent_died", "the agent's parent process died")
     newer = directive if directive is not None and directive.attempt > running.attempt else None
+    if seen.is_gone:
+        return End("fenced", _GONE)
     if not is_own(seen.held_claim, task):
         return End("fenced", f"the claim of attempt {running.attempt} is not this start's any more")
     if newer is not None:

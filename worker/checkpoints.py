@@ -148,7 +148,7 @@ def digesting_torch_save() -> Iterator[dict[Path, str]]:
 
 def move_into(own: Path, common: Path) -> None:
     """Move every file below ``own`` to the same place below ``common``, where other ranks do the same."""
-    common.mkdir(parents=True, exist_ok=True)
+    common.mkdir(exist_ok=True)
     for path in sorted(path for path in own.rglob("*") if path.is_file()):
         place = common / path.relative_to(own)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -163,10 +163,10 @@ def sync_folders(folder: Path) -> None:
 
 def publish_folder(staged: Path, place: Path, aside: Callable[[], Path]) -> None:
     """Put a durable folder in its place with one rename; what is in the way moves to ``aside()`` first."""
-    place.parent.mkdir(parents=True, exist_ok=True)
+    place.parent.mkdir(exist_ok=True)
     if place.exists():
         away = aside()
-        away.parent.mkdir(parents=True, exist_ok=True)
+        away.parent.mkdir(exist_ok=True)
         place.rename(away)
     staged.rename(place)
     sync_folder(place.parent)

@@ -118,7 +118,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Chi
 
 def open_log(log: Path) -> BinaryIO:
     """A log to append to, its folder made where it is missing."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(exist_ok=True)
     return open(log, "ab")
 
 

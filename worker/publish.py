@@ -7,7 +7,7 @@ from typing import Any
 from worker import world
 from worker.attached import Attached
 from worker.checkpoints import make_durable, publish_folder
-from worker.contract.files import Message, publish_message, read_message
+from worker.contract.files import Message, make_folder, publish_message, read_message
 from worker.staging import FORMER, remove
 from worker.wrap import replaced
 
@@ -57,8 +57,9 @@ def _save_model(attached: Attached, folder: Path) -> None:
 
 
 def _staged(attached: Attached, name: str) -> Path:
-    start = attached.context.start
-    return attached.context.run.staging / f"a{start.attempt}-r{start.restart}-{name}"
+    start, run = attached.context.start, attached.context.run
+    make_folder(run.staging, within=run.path)
+    return run.staging / f"a{start.attempt}-r{start.restart}-{name}"
 
 
 def _publish(attached: Attached, staged: Path, place: Path) -> None:

@@ -32,7 +32,7 @@ from worker.checkpoints import (
     sync_folders,
 )
 from worker.contract.directive import scale_at
-from worker.contract.files import encode, publish_message
+from worker.contract.files import encode, make_folder, publish_message
 from worker.contract.loss_history import Record
 from worker.contract.manifest import MANIFEST, FileEntry, Manifest
 from worker.contract.run_dir import checkpoint_name, checkpoint_step
@@ -101,6 +101,7 @@ def save_checkpoint(
     is_beside = background is not None and world.from_rank_zero(lambda: _is_beside(attached, may_be_beside))
     start = attached.context.start
     folder = attached.context.run.staged(start.attempt, start.restart, step)
+    make_folder(folder, within=attached.context.run.path)
     with digesting_torch_save() as digests, ExitStack() as stack:
         staged = _Staged(attached, None, attached.average, step, folder, digests)
         stack.enter_context(replaced(attached.trainer, "_get_output_dir", lambda trial: str(staged.own)))

@@ -109,9 +109,9 @@ def _read(place: Path) -> tuple[Tokens, Notes]:
 
 
 def _publish(place: Path, staged: Path, tokens: Tokens, notes: Notes) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
+    place.parent.mkdir(exist_ok=True)
     shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
+    staged.mkdir()
     for name in ("ids", "starts", "rows", "learned"):
         values = getattr(tokens, name)
         if values is not None:

@@ -26,7 +26,7 @@ from worker.contract import config as configuration
 from worker.contract.claim import FencedError, check_claim
 from worker.contract.directive import Directive, read_directive
 from worker.contract.exit_report import EXIT_CODE_OF_OUTCOME, Outcome, TrainerError
-from worker.contract.files import UnusableFileError, publish_message
+from worker.contract.files import UnusableFileError, make_folder, publish_message
 from worker.contract.pulse import collective_timeout_s
 from worker.contract.run_dir import RunDir
 from worker.data import TrainingData
@@ -65,7 +65,7 @@ def main() -> NoReturn:
 
 def run_to_exit(run: RunDir, start: Start, alter: Callable[[Context], Context] = lambda context: context) -> NoReturn:
     """Train one rank as ``train`` does, report, and end this process with the exit code of the outcome."""
-    run.restart(start.attempt, start.restart).mkdir(parents=True, exist_ok=True)
+    make_folder(run.restart(start.attempt, start.restart), within=run.path)
     _dump_stacks_on_request(run.stacks(start.attempt, start.restart, start.rank))
     progress = Progress()
     try:
@@ -172,6 +172,7 @@ def train(
 def _train_as_configured(context: Context, progress: Progress, alive: Callable[[], None]) -> Attached:
     start = context.start
     staged = context.run.staged_tokens(start.attempt, start.restart, start.rank)
+    make_folder(staged.parent, within=context.run.path)
     trainer, data = build_trainer(context.run, context.config, Path.cwd(), alive, staged)
     context.laps.lap("build")
     if context.start.rank == 0:

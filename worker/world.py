@@ -80,7 +80,7 @@ def _meet(path: Path, start: Start, wait_s: float) -> tuple[TCPStore, str, int]:
     if start.rank == 0:
         address = own_address()
         store = TCPStore(address, 0, start.world, True, timeout, wait_for_workers=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         found = Rendezvous(address=address, port=store.port)
         publish_message(path, found)
     else:

@@ -1,9 +1,13 @@
 """A run as it goes on, on the stream that the command line hands over."""
 
+import contextlib
+import io
+import os
 import shutil
+import sys
 import time
-from collections.abc import Sequence
-from typing import Final, TextIO
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TextIO
 
 from supervisor.journal import Event
 from supervisor.observation import Observation
@@ -13,6 +17,42 @@ from supervisor.run_state import RunState
 from worker.contract.loss_history import Record
 
 _PROGRESS_EVERY_S: Final = 10.0
+
+
+class _Lossy(io.FileIO):
+    """A stream's descriptor on which what cannot be written is left out; the next line is tried again."""
+
+    def write(self, data: Any, /) -> int:
+        """Answer as if all had been written."""
+        with contextlib.suppress(OSError):
+            return super().write(data) or len(data)
+        return len(data)
+
+
+@contextlib.contextmanager
+def printing_cannot_fail() -> Iterator[None]:
+    """Within, neither a full disk under stdout or stderr nor a reader that is gone ends anything."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lossy(stream: TextIO | None) -> TextIO:
+    if stream is None:  # closed by who started us
+        return open(os.devnull, "w", encoding="utf-8")
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:  # it is in memory
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    raw = io.BufferedWriter(_Lossy(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
 
 
 def _waits_for(run: RunState) -> str:

@@ -20,7 +20,7 @@ from supervisor.report import tfevents
 from supervisor.report.texts import details_of, text_of
 from supervisor.run_state import RunState
 from worker.contract.directive import Directive, scale_at
-from worker.contract.files import UnusableFileError
+from worker.contract.files import UnusableFileError, make_folder
 from worker.contract.loss_history import HistoryReader, Record, Verdict
 from worker.contract.run_dir import RunDir
 
@@ -190,7 +190,7 @@ def _mend_and_count(path: Path) -> int:
 
 def _append(path: Path, data: bytes, time: float) -> None:
     """Add events to a file that begins with a version and, for readers that count starts, a first start."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, within=path.parents[2])
     with open(path, "ab") as file:
         if file.tell() == 0:
             data = tfevents.version_event(time) + tfevents.start_event(time, 0) + data

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -366,3 +367,27 @@ def test_a_restart_goes_on_by_itself_or_waits_as_the_directive_says(room: Room) 
     room.direct(2)
     assert third.wait(60) == 0
     assert {note["restart"] for note in room.notes("started")} == {0, 2}
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_nobody_makes_a_run_s_folder_again_that_was_moved_or_removed(room: Room, is_moved: bool) -> None:
+    room.trainer(1, RUNS)
+    room.direct(1)
+    agent = room.agent()
+    trainer = room.noted("ready")["pid"]
+    away = room.run_dir.path.rename(room.path / "elsewhere")
+    if not is_moved:
+        shutil.rmtree(away)
+    assert agent.wait(60) == 0
+    assert not is_alive(trainer)
+    assert not room.run_dir.path.exists()
+    assert room.said("leaves: the run's folder is gone from its place: it was moved or removed")
+
+
+def test_an_agent_whose_words_cannot_be_written_goes_on(room: Room) -> None:
+    (room.path / "agents.log").symlink_to("/dev/full")
+    room.trainer(1, "leave(0)")
+    room.direct(1)
+    agent = room.agent()
+    assert room.report().outcome is Outcome.DONE
+    assert agent.wait(60) == 0

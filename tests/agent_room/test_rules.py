@@ -63,6 +63,7 @@ STARTS = [
         Asked(),
         Fenced,
     ),
+    ("nothing is waited for where the run's folder is gone", TASK, Seen(is_gone=True), Past(), Asked(), Fenced),
     ("but for a fresh job", TASK, Seen(directive=directive(new_job=True)), Past(), Asked(), TakeClaim),
     (
         "which goes on with it",
@@ -215,6 +216,7 @@ RUNS = [
     ("a newer attempt", held(attempt=4), Running(3), Asked(), "fenced"),
     ("a hang", held(directive=directive(4, cause="hang")), Running(3), Asked(), "hang"),
     ("the claim is gone", held(held_claim=None), Running(3), Asked(), "fenced"),
+    ("and all of the run", Seen(held=3, is_gone=True), Running(3), Asked(), "fenced"),
     ("a newer restart's claim", held(held_claim=claim(restart=2)), Running(3), Asked(), "fenced"),
     ("another job's claim", held(held_claim=claim("8")), Running(3), Asked(), "fenced"),
     ("orphaned", held(), Running(3), Asked(orphaned=True), "parent_died"),

@@ -18,6 +18,7 @@ from worker.contract.files import (
     UnusableFileError,
     append_line,
     encode,
+    make_folder,
     publish,
     publish_message,
     read_message,
@@ -152,3 +153,14 @@ class TestMessages:
     def test_json_has_only_finite_numbers(self, number: float) -> None:
         with pytest.raises(ValueError, match="not JSON compliant"):
             encode({"loss": number})
+
+
+def test_folders_are_made_below_one_that_is_there_and_that_one_never(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(FileNotFoundError):
+        make_folder(run / "attempts" / "0001", within=run)
+    assert not run.exists()
+    run.mkdir()
+    for _ in range(2):
+        make_folder(run / "attempts" / "0001", within=run)
+    assert (run / "attempts" / "0001").is_dir()

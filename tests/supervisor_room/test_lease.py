@@ -145,3 +145,14 @@ def test_whoever_gives_it_up_is_followed_at_once(run_dir: RunDir) -> None:
     take_lease(run_dir).give_up()
     assert read_holder(run_dir) is None
     assert take_lease(run_dir).term == 2
+
+
+def test_a_folder_that_is_gone_is_told_as_that(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "r")
+    run_dir.path.mkdir()
+    lease = take_lease(run_dir)
+    run_dir.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(LostError, match=rf"{run_dir.path}: the folder is gone"):
+        lease.check()
+    lease.give_up()
+    assert not run_dir.path.exists()

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from worker.contract.files import Message, encode, publish_message, read_message, sync_folder
+from worker.contract.files import Message, encode, make_folder, publish_message, read_message, sync_folder
 
 
 class FencedError(Exception):
@@ -53,7 +53,7 @@ def _process_of(claim: Claim) -> tuple[str, int, int]:
 
 def _create(path: Path, claim: Claim) -> bool:
     """Create the claim whole and exclusively: a full temporary file, then a link that fails where one is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, within=path.parents[2])
     temporary = path.with_name(f".tmp-claim-{claim.host}-{claim.pid}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(encode(claim.model_dump(mode="json")) + "\n")

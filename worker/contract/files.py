@@ -156,6 +156,16 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def make_folder(folder: Path, within: Path) -> None:
+    """Make ``folder`` and what is missing between it and ``within``; FileNotFoundError where that itself is gone.
+
+    A run's folder that was moved or removed under way must not come back as one with nothing in it.
+    """
+    for name in folder.relative_to(within).parts:
+        within = within / name
+        within.mkdir(exist_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
