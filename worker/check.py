@@ -46,7 +46,8 @@ def look(config: Config, base: Path) -> CheckReport:
     data = DataFindings(DataLook(), [])
     if tokenizer is not None:
         data = look_at_data(config, tokenizer, base)
-    model, of_model = look_at_model(config, tokenizer, base)
+    lengths = [one.lengths.longest for one in (data.look.train, data.look.eval) if one and one.lengths]
+    model, of_model = look_at_model(config, tokenizer, base, max(lengths, default=0))
     errors = [one.message for one in of_model if one.level == "error"]
     found = [one for one in found if not any(error in one.message for error in errors)]  # it reads config.json too
     found += _unlikely_names(config, base)

@@ -19,7 +19,16 @@ from worker.contract.run_dir import RunDir
 from worker.contract.words import count
 from worker.leaving import RefusedError
 from worker.lora import LoraError, with_adapters
-from worker.models import LIBRARY_ERRORS, ModelError, describe, isolates_documents, one_line
+from worker.models import (
+    LIBRARY_ERRORS,
+    ModelError,
+    describe,
+    field_of_positions,
+    isolates_documents,
+    limit_of_positions,
+    one_line,
+    refuse_too_few_positions,
+)
 from worker.optimizers import build_optimizer
 from worker.setup import training_fields
 
@@ -49,8 +58,11 @@ def found_of(error: Exception, mend: str = "") -> Found:
     return Found(level="error", key=key, message=message or said, mend=own_mend if message else mend)
 
 
-def look_at_model(config: Config, tokenizer: Any, base: Path) -> tuple[ModelLook | None, list[Found]]:
-    """The model's size, and what does not fit: config and tokenizer, widths and heads, optimizer, arguments, files."""
+def look_at_model(config: Config, tokenizer: Any, base: Path, longest: int = 0) -> tuple[ModelLook | None, list[Found]]:
+    """The model's size, and what does not fit: config and tokenizer, widths and heads, optimizer, arguments, files.
+
+    ``longest`` is how many tokens the longest document has, as far as the data are known.
+    """
     found = _arguments(config)
     folder = base / Path(config.model.path or "").expanduser()
     if config.model.path is not None and not folder.is_dir():
@@ -60,9 +72,8 @@ def look_at_model(config: Config, tokenizer: Any, base: Path) -> tuple[ModelLook
         found += _files(folder)
     try:
         described = _described(config, folder)
-        found += _lengths(config, described)
         with shapes_only():
-            measured = _measured(config, described, tokenizer, found)
+            measured = _measured(config, described, tokenizer, found, longest)
         return measured, found + _packing(config, described)
     except (ModelError, LoraError) as error:
         mend = "correct it in the model's config.json" if config.model.path else "correct model.config"
@@ -141,13 +152,20 @@ def _described(config: Config, folder: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder)  # type: ignore[no-any-return]
 
 
-def _lengths(config: Config, described: PreTrainedConfig) -> list[Found]:
-    """Sequences longer than any that the model has seen."""
+def _lengths(config: Config, described: PreTrainedConfig, model: PreTrainedModel, longest: int) -> list[Found]:
+    """Sequences longer than the model has positions for, or than any that it has seen."""
     most = getattr(described.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(most, int) or config.data.max_tokens <= most or config.model.path is None:
+    if not isinstance(most, int) or config.data.max_tokens <= most:
+        return []
+    try:
+        refuse_too_few_positions(config, model, min(longest, config.data.max_tokens))
+    except ModelError as error:
+        return [found_of(error)]
+    if config.model.path is None and limit_of_positions(model) is None:
         return []
     message = f"sequences of {config.data.max_tokens} tokens, and the model was made for {most}"
-    evidence = f"max_position_embeddings in its config.json is {most}"
+    where = "its config.json" if config.model.path is not None else "model.config"
+    evidence = f"{field_of_positions(described)} in {where} is {most}"
     mend = f"set it to {most} or less"
     return [Found(level="warning", key="data.max_tokens", message=message, evidence=evidence, mend=mend)]
 
@@ -168,8 +186,11 @@ def _built(config: Config, described: PreTrainedConfig, *, all_half: bool) -> Pr
         return AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation=attention)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _measured(config: Config, described: PreTrainedConfig, tokenizer: Any, found: list[Found]) -> ModelLook:
+def _measured(
+    config: Config, described: PreTrainedConfig, tokenizer: Any, found: list[Found], longest: int
+) -> ModelLook:
     model: Any = _built(config, described, all_half=_is_sharded(config))
+    found += _lengths(config, described, model, longest)
     found += _vocabulary(config, model, tokenizer)
     if config.model.lora is not None:
         with as_they_are():

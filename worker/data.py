@@ -44,6 +44,8 @@ class TrainingData:
     digest: str
     report: DataReport
     locate: Locate
+    longest: int
+    """The most tokens of one document in a sample of either set."""
     lines: tuple[str, ...] = ()
     """A line for a person for each row that is broken."""
 
@@ -82,6 +84,7 @@ def build_data(
         digest=digest,
         report=DataReport(data_digest=digest, train=reports["train"], eval=reports.get("eval")),
         locate=partial(rows_of_samples, samples["train"], config.data, tokenizer),
+        longest=max(one.longest for one in samples.values()),
         lines=tuple(line for _, notes in made.values() for line in notes.lines),
     )
 
@@ -188,6 +191,11 @@ class Blocks(Dataset[Sample]):
         labels[0] = IGNORED
         return {"input_ids": ids, "position_ids": torch.from_numpy(positions), "labels": labels}
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of one document in a sample."""
+        return min(self.length, int(self._tokens.lengths.max()))
+
     def _starts_within(self, begin: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         first, last = np.searchsorted(self._tokens.starts, [begin, begin + self.length])
         return self._tokens.starts[first:last] - begin
@@ -216,6 +224,11 @@ class Rows(Dataset[Sample]):
         begin, end = self._bounds(_checked(index, len(self)))
         ids = torch.from_numpy(self._tokens.ids[begin : min(end, begin + self.length)].astype(np.int64))
         return {"input_ids": ids, "labels": _labels(ids, self._tokens.learned, begin)}
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of one document in a sample."""
+        return min(self.length, int(self._tokens.lengths.max()))
 
     def pieces(self, index: int) -> list[Piece]:
         """The document, and its tokens, that sample ``index`` holds."""

@@ -1,6 +1,7 @@
 """What is trained: a model and its tokenizer, from a folder, the hub, or a description in the configuration."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,10 @@ from worker.contract.recipe_config import ModelConfig
 from worker.lora import LoraError, with_adapters
 
 LIBRARY_ERRORS = (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError, ArithmeticError)
+_OF_POSITIONS = re.compile(r"(^|\.)(wpe|[^.]*pos[^.]*)$")
+"""Learned positions, by the name of their module."""
+_FIXED_TABLES = ("gptj", "codegen", "ctrl")
+"""Kinds whose positions are a table that is not learned."""
 _FILE_ERRORS = (StrictDataclassError, SafetensorError)
 
 
@@ -85,6 +90,32 @@ def isolates_documents(model: PreTrainedModel) -> bool:
     finally:
         model.train(was_training)
     return bool((first - second).abs().max() <= 1e-4 * first.abs().max())
+
+
+def refuse_too_few_positions(config: Config, model: PreTrainedModel, longest: int) -> None:
+    """ModelError where the ``longest`` tokens of one document are more than the model's table of positions holds."""
+    most = limit_of_positions(model)
+    if most is not None and longest > most:
+        field = field_of_positions(model.config)
+        instead = "" if config.model.config is None else f", or model.config.{field} to {longest} or more"
+        why = f"its sequences need {longest} positions, and the model has {most} ({field})"
+        raise ModelError(f"data.max_tokens: {why}; set it to {most} or less{instead}")
+
+
+def limit_of_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has that looks them up in a table; None where it knows no limit."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    tables = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Embedding))
+    is_learned = any(_OF_POSITIONS.search(name) for name in tables)
+    return most if is_learned or model.config.model_type in _FIXED_TABLES else None
+
+
+def field_of_positions(described: PreTrainedConfig) -> str:
+    """What ``max_position_embeddings`` is called in this kind of config: ``n_positions`` for GPT-2."""
+    names: dict[str, str] = described.get_text_config().attribute_map
+    return names.get("max_position_embeddings", "max_position_embeddings")
 
 
 def _refuse_half_weights(config: Config) -> None:

@@ -14,7 +14,7 @@ from worker.contract.owned_fields import refused_fields
 from worker.contract.run_dir import RunDir
 from worker.data import TrainingData, build_data
 from worker.leaving import RefusedError
-from worker.models import build_model, build_tokenizer
+from worker.models import build_model, build_tokenizer, refuse_too_few_positions
 from worker.optimizers import build_optimizer, build_schedule
 from worker.order import batches_an_epoch
 from worker.shards import refuse_old_sharding
@@ -32,6 +32,7 @@ def build_trainer(
     data = build_data(config, tokenizer, base, run.tokens, alive, staged)
     alive()
     model = build_model(config, tokenizer, base)
+    refuse_too_few_positions(config, model, data.longest)
     alive()
     try:
         args = TrainingArguments(**training_fields(run, config, max_steps_of(config, data)))

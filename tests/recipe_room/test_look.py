@@ -18,10 +18,12 @@ from worker.check_model import look_at_model
 from worker.contract.check_report import CheckReport, Found
 from worker.contract.config import Config
 from worker.contract.recipe_config import EmaConfig
+from worker.contract.run_dir import RunDir
 from worker.ema import Ema
-from worker.models import build_model, describe
+from worker.models import ModelError, build_model, describe
 from worker.optimizers import build_optimizer
 from worker.rows import BadFileError
+from worker.setup import build_trainer
 
 
 @pytest.fixture
@@ -188,6 +190,34 @@ def test_experts_and_layers_of_several_kinds_are_followed(folder: Path) -> None:
         assert found_there == []
         assert look_at is not None
         assert (look_at.activations or 0) > 100_000
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+
+
+@pytest.mark.parametrize(
+    ("words", "level", "message"),
+    [
+        (40, "error", "its sequences need 32 positions, and the model has 16 (n_positions)"),
+        (2, "warning", "sequences of 32 tokens, and the model was made for 16"),
+    ],
+)
+def test_a_table_of_positions_that_is_too_short_for_the_documents_is_an_error(
+    folder: Path, words: int, level: str, message: str
+) -> None:
+    _rows(folder, *({"text": f"{number} word " * words} for number in range(9)))
+    data = {"train": str(folder / "rows.jsonl"), "tokenizer": "bytes", "max_tokens": 32}
+    config = configured(model={"config": GPT2}, data=data, training={"max_steps": 5})
+    (said,) = [one for one in look(config, folder).found if one.key == "data.max_tokens"]
+    assert (said.level, said.message) == (level, message)
+    mend = "set it to 16 or less"
+    assert said.mend == (f"{mend}, or model.config.n_positions to 32 or more" if level == "error" else mend)
+    run = RunDir(folder / "run")
+    if level == "error":
+        with pytest.raises(ModelError, match="its sequences need 32 positions, and the model has 16"):
+            build_trainer(run, config, folder)
+    else:
+        build_trainer(run, config, folder)
 
 
 ODD = {

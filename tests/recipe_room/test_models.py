@@ -1,6 +1,7 @@
 """Models and tokenizers: the same at every start, and one line for everything that a person can get wrong."""
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.recipe_room.recipes import LLAMA, configured
 from worker.lora import base_of
-from worker.models import ModelError, build_model, build_tokenizer, byte_tokenizer, isolates_documents
+from worker.models import (
+    ModelError,
+    build_model,
+    build_tokenizer,
+    byte_tokenizer,
+    isolates_documents,
+    limit_of_positions,
+)
 
 
 def weights(model: torch.nn.Module) -> bytes:
@@ -43,7 +51,28 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
+WIDTHS: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+OWN_WIDTHS: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 4}
+
+
 class TestFromConfig:
+    @pytest.mark.parametrize(
+        ("fields", "expected"),
+        [
+            ({"model_type": "gpt2", "n_positions": 16, **OWN_WIDTHS}, 16),
+            ({"model_type": "gptj", "n_positions": 16, "rotary_dim": 4, **OWN_WIDTHS}, 16),
+            ({"model_type": "opt", "word_embed_proj_dim": 16, "max_position_embeddings": 16, **WIDTHS}, 16),
+            ({"model_type": "gpt_neox", "max_position_embeddings": 16, **WIDTHS}, None),
+            (LLAMA, None),
+        ],
+    )
+    def test_how_many_positions_a_model_has(self, fields: dict[str, Any], expected: int | None) -> None:
+        model = build_model(configured(model={"config": {**fields, "vocab_size": 64}}, data={"pack": False}))
+        assert limit_of_positions(model) == expected
+        for length in (16, 17):
+            with pytest.raises((IndexError, RuntimeError)) if length > (expected or 17) else nullcontext():
+                model(input_ids=torch.zeros(1, length, dtype=torch.long))
+
     def test_every_start_builds_the_same_and_leaves_the_random_states_alone(self) -> None:
         before = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()  # type: ignore[index, union-attr]
         first = build_model(configured())
