@@ -45,7 +45,7 @@ _ROLLED_BACK: Final = frozenset({"spike", "divergence", "nonfinite", "rollback"}
 
 def at_the_same_batch(incident: Incident) -> Says:
     """An earlier verdict began at the same batch, or beside it: in another epoch of data that are not shuffled, or at
-    another rate. As the same batch comes at the same step, another rate alone tells only where it is a usual one."""
+    another rate. Where it comes at the same step, that tells only of a rate that is usual, or went well for a while."""
     here = _onset_batch(incident)
     if here is None or _was_creeping(incident):
         return ()
