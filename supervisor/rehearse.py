@@ -182,16 +182,20 @@ def _end(run: Rehearsed) -> None:
 def ended_by_signals() -> Iterator[None]:
     """Within, the first SIGINT, SIGTERM or SIGHUP ends everything, and what comes after it changes nothing.
 
-    What is ignored, as by nohup, stays ignored.
+    Nor does it while the process is on its way out. What is ignored, as by nohup, stays ignored.
     """
     before = {number: signal.getsignal(number) for number in _ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
+    is_interrupted = False
     try:
         yield
+    except KeyboardInterrupt:
+        is_interrupted = True
+        raise
     finally:
-        for number, handler in before.items():
+        for number, handler in before.items() if not is_interrupted else ():
             signal.signal(number, handler)
 
 

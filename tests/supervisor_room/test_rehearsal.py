@@ -270,9 +270,14 @@ def interrupted(stage: Stage, monkeypatch: pytest.MonkeyPatch, supervise: Callab
     stage.settle()
     stage.start_job()
     before = [signal.getsignal(number) for number in ENDING]
-    with pytest.raises((KeyboardInterrupt, LostError)), rehearse.ended_by_signals():
-        rehearse.carry_out([rehearse.Rehearsed(stage.run_dir, stage.scheduler)])
-    assert [signal.getsignal(number) for number in ENDING] == before
+    try:
+        with pytest.raises((KeyboardInterrupt, LostError)) as raised, rehearse.ended_by_signals():
+            rehearse.carry_out([rehearse.Rehearsed(stage.run_dir, stage.scheduler)])
+        left = [signal.getsignal(number) for number in ENDING]
+        assert left == ([signal.SIG_IGN] * 3 if raised.type is KeyboardInterrupt else before)
+    finally:
+        for number, handler in zip(ENDING, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_signals_do_not_cut_its_clean_up_short(
