@@ -1,5 +1,6 @@
 """A run of ours on a Slurm cluster, as benchmarks.recovery disturbs it, and where the time of each recovery went."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -159,14 +160,21 @@ class Supervised:
         return [pulse.pid for pulse in pulses if pulse is not None]
 
     def hold(self) -> None:
-        """Stop its trainers, so that the machine is another's."""
-        for pid in self.trainers():
-            os.kill(pid, signal.SIGSTOP)
+        """Stop its trainers, so that the machine is another's; those of the next start where a spike ended these."""
+        self.until(self._is_held, "trainers to hold")
+
+    def _is_held(self) -> bool:
+        pids = self.trainers()
+        _send(pids, signal.SIGSTOP)
+        time.sleep(0.05)
+        if all(map(_is_stopped, pids)):
+            return True
+        _send(pids, signal.SIGCONT)
+        return False
 
     def go(self) -> None:
         """Let them go on, for a few steps."""
-        for pid in self.trainers():
-            os.kill(pid, signal.SIGCONT)
+        _send(self.trainers(), signal.SIGCONT)
         self._more_steps()
 
     def rests(self) -> None:
@@ -269,6 +277,19 @@ class LostNode:
     def recovery(self) -> Recovery:
         """Wait for the first step after that."""
         return self.run.elsewhere(self.given_up_at(), self.run.first_after(self.segment))
+
+
+def _send(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _recovery(began: float, waited_s: float, marks: list[tuple[str, float]], first: Record) -> Recovery:
