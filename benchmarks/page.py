@@ -17,7 +17,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 SCRIPTS: Final = {
-    "overhead": "--turns 3",
+    "overhead": "",
     "history": "",
     "checkpoint": "--steps 20 20000 --repeats 21",
     "saves": "--turns 1 --saves 3 --every 12",

@@ -243,11 +243,12 @@ class StepsCallback(TrainerCallback):
 
     def _look(self) -> Ask:
         files = self._attached.files
-        try:
-            with self._keeping_failure():
-                hear_of_saves(self._attached)
-        except FencedError:
-            return Ask.FENCED
+        if self._attached.background is not None:
+            try:
+                with self._keeping_failure():
+                    hear_of_saves(self._attached)
+            except FencedError:
+                return Ask.FENCED
         return self._signals.asked if files is None else max(self._signals.asked, files.look())
 
     @contextmanager

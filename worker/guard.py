@@ -23,16 +23,19 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def withhold(optimizer: Optimizer, grad_norm: torch.Tensor | float) -> None:
+def withhold(optimizer: Optimizer, norm: torch.Tensor | float) -> None:
     """Make the coming ``optimizer.step()`` change nothing if the norm is not finite: neither weights nor moments.
 
-    A fused optimizer is told on its device and nobody waits for the answer; any other has its gradients taken, and for
-    that the device is waited for. Where the norm is at hand, a fused one with nothing to withhold is not asked to look.
+    The norm is that of all shards. A fused optimizer is told on its device and nobody waits for the answer; any other
+    has its gradients taken, and for that the device is waited for. Where the norm is at hand, a fused one with nothing
+    to withhold is not asked to look.
     """
-    inner, norm = innermost(optimizer), _whole(grad_norm)
-    if isinstance(norm, torch.Tensor) and _takes_found_inf(inner):
-        is_plainly_finite = norm.device.type == "cpu" and math.isfinite(norm)
-        inner.found_inf = None if is_plainly_finite else (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+    inner = innermost(optimizer)
+    is_at_hand = not isinstance(norm, torch.Tensor) or norm.device.type == "cpu"
+    if is_at_hand and math.isfinite(norm):
+        inner.found_inf = None  # type: ignore[attr-defined]
+    elif isinstance(norm, torch.Tensor) and _takes_found_inf(inner):
+        inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
     elif not math.isfinite(norm):
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -42,12 +45,6 @@ def withhold(optimizer: Optimizer, grad_norm: torch.Tensor | float) -> None:
 def _takes_found_inf(optimizer: Optimizer) -> bool:
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _whole(norm: torch.Tensor | float) -> torch.Tensor | float:
-    """The norm over all shards where the gradient is sharded: a collective, so every rank comes to the same answer."""
-    whole: torch.Tensor | float = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole
 
 
 def why_unguarded(trainer: Trainer) -> str | None:

@@ -49,7 +49,7 @@ class Ask(IntEnum):
 
 
 _TIMES_LOOK = 99
-_LONGEST_REST_S = 1.0
+_SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 1.0
 _LOOKS = 8
 
 Identity = tuple[int, int, int]
@@ -79,8 +79,8 @@ class Signals:
 class RunFiles:
     """Rank 0's look at the run directory before each step's record: directive, claim, STOP and SAVE.
 
-    Where the disk answers slowly it rests between two looks, so that they take a hundredth of the time, but for no more
-    than a second.
+    Between two looks it rests for 50 ms, and for longer where the disk answers slowly, so that they take a hundredth of
+    the time, but for no more than a second.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class RunFiles:
         """Whether the last look still counts. The quickest of some tells how long one takes: any may be held up."""
         if len(self._took_s) < _LOOKS:
             return False
-        return self._clock() - self._looked_at < min(_TIMES_LOOK * min(self._took_s), _LONGEST_REST_S)
+        rest_s = max(_SHORTEST_REST_S, min(_TIMES_LOOK * min(self._took_s), _LONGEST_REST_S))
+        return self._clock() - self._looked_at < rest_s
 
     def look(self) -> Ask:
         """What the files ask for; nothing while it rests."""

@@ -27,7 +27,7 @@ def figures(count: int) -> str:
 HEADED = [r"date       20.*load average", r"versions   Python .*torch"]
 SCRIPTS = {
     "overhead": (
-        "--tiny --turns 2",
+        "--tiny",
         [
             *HEADED,
             r"parameters +plain",

@@ -3,7 +3,7 @@
 import json
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from tests.trainer_room.rig import Rig, same_end, weights
 from worker.attach import nonfinite_ranks
@@ -61,40 +64,51 @@ def test_a_fused_optimizer_is_told_without_taking_its_gradients() -> None:
         assert optimizer_steps(optimizer, 0) == steps + moves
 
 
-class Sharded:
-    """What the guard knows of a sharded tensor: that its shards can be gathered."""
-
-    def __init__(self, whole: float) -> None:
-        self.whole = whole
-
-    def full_tensor(self) -> torch.Tensor:
-        return torch.tensor(self.whole)
+@pytest.fixture
+def one_rank_mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", [partial(torch.optim.AdamW, fused=True), torch.optim.SGD])
-def test_the_norm_of_shards_is_gathered_before_it_decides(kind: Callable[..., torch.optim.Optimizer]) -> None:
+def test_the_norm_of_shards_is_gathered_before_it_decides(
+    kind: Callable[..., torch.optim.Optimizer], one_rank_mesh: DeviceMesh
+) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = kind([weight], lr=0.1)
-    for whole, moves in ((math.inf, False), (1.0, True)):
+    trainer = told(kind([weight], lr=0.1))
+    tap = StepTap(trainer)
+    for norm, moves in ((math.inf, False), (1.0, True)):
         before = weight.clone()
         weight.grad = torch.full((3,), 1.0 if moves else math.nan)
-        withhold(optimizer, Sharded(whole))  # type: ignore[arg-type]
-        optimizer.step()
+        trainer.norm = DTensor.from_local(torch.tensor(norm), one_rank_mesh, [Partial()])
+        trainer._get_grad_norm(None)
+        tap.before_update()
+        trainer.optimizer.step()
         assert torch.equal(weight, before) is not moves
+
+
+def told(optimizer: torch.optim.Optimizer, scaler: Any = None, norm: float = math.nan) -> Any:
+    """What the tap wants of a Trainer whose gradient has that norm."""
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cpu")),
+        optimizer=optimizer,
+        accelerator=SimpleNamespace(scaler=scaler),
+        training_step=None,
+        get_batch_samples=None,
+        norm=torch.tensor(norm),
+    )
+    trainer._get_grad_norm = lambda model: trainer.norm
+    return trainer
 
 
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu")])
 def test_under_fp16_the_scaler_decides_alone(scaler: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), math.nan)
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(device=weight.device),
-        optimizer=torch.optim.SGD([weight], lr=0.1),
-        accelerator=SimpleNamespace(scaler=scaler),
-        training_step=None,
-        _get_grad_norm=lambda model: torch.tensor(math.nan),
-        get_batch_samples=None,
-    )
+    trainer = told(torch.optim.SGD([weight], lr=0.1), scaler)
     tap = StepTap(trainer)
     trainer._get_grad_norm(None)
     tap.before_update()

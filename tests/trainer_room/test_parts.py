@@ -349,6 +349,18 @@ def test_where_the_disk_answers_slowly_looks_take_a_hundredth_of_the_time(tmp_pa
         files.recheck()
 
 
+def test_a_quick_disk_is_looked_at_twenty_times_a_second(tmp_path: Path) -> None:
+    now, (run, files) = [0.0], files_of(tmp_path)
+    files._clock = lambda: now[0]
+    for _ in range(8):
+        assert files.look() is Ask.NOTHING
+    run.stop_file.touch()
+    now[0] = 0.049
+    assert files.look() is Ask.NOTHING
+    now[0] = 0.051
+    assert files.look() is Ask.STOP
+
+
 def test_a_look_that_was_held_up_makes_none_of_the_others_rarer(tmp_path: Path) -> None:
     now, (run, files) = [0.0], files_of(tmp_path)
     files._clock = lambda: now[0]
@@ -357,6 +369,7 @@ def test_a_look_that_was_held_up_makes_none_of_the_others_rarer(tmp_path: Path) 
         assert files.look() is Ask.NOTHING
     files._took_s.append(60.0)
     run.stop_file.touch()
+    now[0] += 0.06
     assert files.look() is Ask.STOP
 
 
