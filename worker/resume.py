@@ -4,17 +4,22 @@ A bad checkpoint is passed over for the next older one, with its reason.  Nothin
 silently replaced by a fresh start.
 """
 
+import logging
 import math
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from worker.checkpoints import PROOF, Proof
 from worker.contract.digest import digest_of
+from worker.contract.exit_report import tells_of_disk
 from worker.contract.files import UnusableFileError, read_message
 from worker.contract.loss_history import PassedOver
 from worker.contract.manifest import MANIFEST, Manifest, UnusableCheckpointError, complete_manifest
@@ -25,6 +30,10 @@ from worker.leaving import ProofError, RefusedError
 
 PROBE_TOLERANCE = 5e-3
 """Relative difference of the probe loss that other kernels may make; on the same ones it must be equal to the bit."""
+
+_AGAIN_AFTER_S = (1.0, 5.0, 20.0)
+Part = TypeVar("Part")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,14 +60,13 @@ def choose(run: RunDir, attempt: int, resume_from: str | None, sizes_only: bool)
         return None
     passed_over = [_passed_over(step, why) for step, why in unusable if step > named]
     for step in reversed([step for step in steps if step <= named]):
+        folder = run.checkpoint(step)
         try:
-            manifest = verified_manifest(run.checkpoint(step), sizes_only)
-            proof = read_message(run.checkpoint(step) / PROOF, Proof)
-            digest = _digest_of(run.checkpoint(step), MANIFEST)
+            manifest, proof, digest = _patiently(partial(_verified, folder, sizes_only))
         except (UnusableCheckpointError, UnusableFileError) as error:
             passed_over.append(_passed_over(step, str(error)))
             continue
-        return Chosen(run.checkpoint(step), manifest, proof, digest, tuple(passed_over))
+        return Chosen(folder, manifest, proof, digest, tuple(passed_over))
     raise RefusedError(
         f"{checkpoint_name(named)} was to be resumed from, and neither it nor an older one is usable"
         + "".join(f"; {one.checkpoint}: {one.reason}" for one in passed_over),
@@ -81,13 +89,31 @@ def _newest_of_attempt(run: RunDir, attempt: int, steps: Sequence[int]) -> tuple
     unusable = []
     for step in reversed(steps):
         try:
-            manifest = complete_manifest(run.checkpoint(step))
+            manifest = _patiently(partial(complete_manifest, run.checkpoint(step)))
         except UnusableCheckpointError as error:
             unusable.append((step, str(error)))
             continue
         if manifest.attempt == attempt:
             return step, unusable
     return None, unusable
+
+
+def _patiently(read: Callable[[], Part]) -> Part:
+    """What ``read`` returns; again, after a while, where the disk did not answer: that costs no checkpoint."""
+    for pause_s in _AGAIN_AFTER_S:
+        try:
+            return read()
+        except (UnusableCheckpointError, UnusableFileError) as error:
+            if not tells_of_disk(str(error)):
+                raise
+            _log.warning("%s; read again in %.0f s", error, pause_s)
+        time.sleep(pause_s)
+    return read()
+
+
+def _verified(folder: Path, sizes_only: bool) -> tuple[Manifest, Proof | None, str]:
+    manifest = verified_manifest(folder, sizes_only)
+    return manifest, read_message(folder / PROOF, Proof), _digest_of(folder, MANIFEST)
 
 
 def _passed_over(step: int, reason: str) -> PassedOver:

@@ -23,7 +23,7 @@ from worker.contract.claim import Claim, FencedError, check_claim, take_claim
 from worker.contract.digest import digest_of as contract_digest_of
 from worker.contract.directive import Directive, publish_directive, read_directive
 from worker.contract.exit_report import NO_WORLD_ERROR, TrainerError
-from worker.contract.files import encode, publish_message, read_message
+from worker.contract.files import UnusableFileError, encode, publish_message, read_message
 from worker.contract.loss_history import HistoryWriter, Record, Verdict, read_history, surviving
 from worker.contract.manifest import MANIFEST, Manifest
 from worker.contract.recovery_config import CheckpointConfig
@@ -513,6 +513,7 @@ def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(
         return contract_digest_of(path)
 
     monkeypatch.setattr("worker.resume.digest_of", digest_of)
+    monkeypatch.setattr("worker.resume._AGAIN_AFTER_S", (0.0, 0.0))
     found = choose(run, 1, None, sizes_only=False)
     assert found is not None
     assert found.folder.name == "checkpoint-500"
@@ -521,6 +522,28 @@ def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(
     ]
     assert run.checkpoint_steps() == [500, 1000]
     assert bad.exists()
+
+
+@pytest.mark.parametrize("unreadable", ["worker.resume.digest_of", "worker.contract.manifest.read_message"])
+def test_a_disk_that_does_not_answer_for_a_moment_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str
+) -> None:
+    run, slept_s = RunDir(tmp_path), list[float]()
+    for step in (500, 1000):
+        checkpoint(run, step)
+    is_digest = unreadable.endswith("digest_of")
+    original: Any = contract_digest_of if is_digest else read_message
+
+    def read(path: Path, *args: Any) -> Any:
+        if len(slept_s) < 2:
+            away = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            raise away if is_digest else UnusableFileError(path, f"cannot be read ({away})")
+        return original(path, *args)
+
+    monkeypatch.setattr(unreadable, read)
+    monkeypatch.setattr("worker.resume.time.sleep", slept_s.append)
+    assert chosen(run, 1, None) == ("checkpoint-1000", [])
+    assert slept_s == [1.0, 5.0]
 
 
 def test_a_bad_checkpoint_is_never_passed_over_for_a_newer_one(tmp_path: Path) -> None:
