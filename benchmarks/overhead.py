@@ -66,7 +66,7 @@ class Size:
     rounds: int
 
 
-SIZES = (Size("short", 128, 4, 64, 600), Size("long", 384, 6, 112, 300))
+SIZES = (Size("short", 128, 4, 64, 400), Size("long", 384, 6, 112, 200))
 TINY = (Size("short", 16, 1, 8, 20), Size("long", 32, 1, 8, 20))
 
 
