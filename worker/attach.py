@@ -215,6 +215,8 @@ class StepsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._tap.before_update()
+        if self._attached.background is not None:
+            self._attached.background.memory.wait_until_copied()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,5 +1,7 @@
 """A save beside the training: its large parts are copied into kept memory, and a thread writes the copies.
 
+What only an update changes is copied by that thread too, while training goes on to the next one.
+
 What the copies take is learned in a plain save, the first of each start; a thread makes ready so much memory, touched,
 so that a copy waits for no page. Where there is too little of it, saves stay plain.
 """
@@ -8,7 +10,7 @@ import copy
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,11 @@ class KeptMemory:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._taken: list[torch.Tensor] = []
         self._copying = Copying()
+        self._waiting: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        """Of what waits: torch counts the changes of each tensor."""
+        self._none_waits = threading.Event()
+        self._none_waits.set()
         self.is_ready = False
 
     def reserve(self, sizes: Counter[int], available: int | None) -> str | None:
@@ -53,19 +60,45 @@ class KeptMemory:
     def _buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
-    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copies(self, tensors: Sequence[torch.Tensor], lasting: Collection[int] = ()) -> list[torch.Tensor]:
         """The same tensors in kept memory, until ``give_back``; those that share memory share it there too.
 
-        They are not to be changed, nor their copies to be read, before ``finish``.
+        They are not to be changed, nor their copies to be read, before ``finish``. Those in memory that is ``lasting``
+        (see ``id_of``) wait to be copied by ``copy_waiting``, and may not be changed before that.
         """
         storages = {id_of(one): one.untyped_storage() for one in tensors}
         places = {key: self._take(storage.nbytes()) for key, storage in storages.items()}
         self._taken += places.values()
-        self._copying.begin(list(places.values()), [bytes_of(one) for one in storages.values()])
+        now = storages.keys() - lasting
+        self._copying.begin([places[key] for key in now], [bytes_of(storages[key]) for key in now])
+        self._waiting += [(places[key], storage) for key, storage in storages.items() if key in lasting]
+        self._versions += [(one, one._version) for one in tensors if id_of(one) in lasting]
+        if self._waiting:
+            self._none_waits.clear()
         return [placed_like(one, places[id_of(one)].untyped_storage()) for one in tensors]
 
+    def copy_waiting(self) -> None:
+        """Copy what waits, in any thread; RuntimeError where it was changed meanwhile."""
+        waiting, versions, was_changed = self._waiting, self._versions, False
+        if waiting:
+            copying = Copying()
+            copying.begin([place for place, _ in waiting], [bytes_of(source) for _, source in waiting])
+            copying.finish()
+            was_changed = any(one._version != version for one, version in versions)
+        self._let_go()
+        if was_changed:
+            raise RuntimeError("the optimizer's state was changed between the save and the next update")
+
+    def _let_go(self) -> None:
+        self._waiting, self._versions = [], []
+        self._none_waits.set()
+
+    def wait_until_copied(self) -> None:
+        """Return when nothing waits to be copied."""
+        self._none_waits.wait()
+
     def finish(self) -> None:
-        """Return when all copies are made."""
+        """Return when all copies are made, but for those that wait."""
         self._copying.finish()
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -81,6 +114,7 @@ class KeptMemory:
         for buffer in self._taken:
             self._free[buffer.numel()].append(buffer)
         self._taken.clear()
+        self._let_go()
 
 
 def id_of(one: torch.Tensor) -> int:
@@ -101,16 +135,21 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class LargeParts:
     """What of one save is large: how much memory its copies take and, where it is copied, what is left to write."""
 
-    def __init__(self, memory: KeptMemory, digests: dict[Path, str], is_copied: bool) -> None:
-        """``digests`` receives those that are made while writing."""
+    def __init__(
+        self, memory: KeptMemory, digests: dict[Path, str], is_copied: bool, lasting: Collection[int] = ()
+    ) -> None:
+        """``digests`` receives those that are made while writing; ``lasting`` memory is copied later."""
         self.sizes = Counter[int]()
         self.is_copied = is_copied
-        self._memory, self._digests = memory, digests
+        self._memory, self._digests, self._lasting = memory, digests, lasting
         self._left: list[Callable[[], None]] = []
         self._copied: dict[int, torch.UntypedStorage] = {}
 
     def finish(self) -> None:
-        """Return when the copies are made; until then nobody may change what they are of."""
+        """Return when the copies are made; until then nobody may change what they are of.
+
+        Memory that is lasting waits for ``copy_waiting``.
+        """
         self._memory.finish()
 
     def average_now(self, average: Ema) -> Ema:
@@ -129,7 +168,7 @@ class LargeParts:
         self.sizes += Counter({id_of(one): one.untyped_storage().nbytes() for one in tensors}.values())
         if not self.is_copied:
             return list(tensors)
-        copies = self._memory.copies(tensors)
+        copies = self._memory.copies(tensors, self._lasting)
         self._copied |= {id_of(one): kept.untyped_storage() for one, kept in zip(tensors, copies, strict=True)}
         return copies
 

@@ -14,7 +14,7 @@ import torch
 
 from worker import world
 from worker.attached import Attached, versions
-from worker.background import LargeParts
+from worker.background import LargeParts, id_of
 from worker.beginning import next_samples
 from worker.checkpoints import (
     DETECTOR,
@@ -108,7 +108,9 @@ def save_checkpoint(
         stack.enter_context(own_names(attached.model))
         state = attached.trainer.state
         stack.enter_context(replaced(state, "log_history", state.log_history[-_LOGGED:]))
-        large = LargeParts(background.memory, digests, is_beside) if background and attached.segment else None
+        large = None
+        if background is not None and attached.segment is not None:
+            large = LargeParts(background.memory, digests, is_beside, _changed_by_updates_alone(attached.optimizer))
         if large is not None:
             stack.enter_context(large.noted())
         original(model, trial)
@@ -116,6 +118,15 @@ def save_checkpoint(
     if attached.segment is not None:
         attached.segment.note(save_s=time.monotonic() - began)
     attached.heart.beat("training", step)
+
+
+def _changed_by_updates_alone(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """The main memory of an optimizer's state, where nothing but its ``step`` changes it: so it is of torch's own."""
+    inner = innermost(optimizer)
+    if not type(inner).__module__.startswith("torch.optim."):
+        return frozenset()
+    parts = [one for of_one in inner.state.values() for one in of_one.values()]
+    return frozenset(id_of(one) for one in parts if type(one) is torch.Tensor and one.device.type == "cpu")
 
 
 def _taken_down(staged: _Staged, large: LargeParts | None, is_asked: bool) -> _Staged:
@@ -166,6 +177,7 @@ def _write_beside(staged: _Staged, large: LargeParts, of_others: dict[str, FileE
     attached, background = staged.attached, staged.attached.background
     assert background is not None
     try:
+        background.memory.copy_waiting()
         large.write()
         _publish(staged, of_others | _write(staged))
     except Exception:  # a successor removes, under a zombie's hands, what that one has not published

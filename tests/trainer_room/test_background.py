@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.trainer_room.rig import Rig, same_end
 from worker import copying
-from worker.background import Background, KeptMemory, LargeParts
+from worker.background import Background, KeptMemory, LargeParts, id_of
 from worker.checkpoints import digested_save
 from worker.contract.loss_history import read_history
 from worker.contract.manifest import complete_manifest
@@ -72,6 +73,37 @@ def test_a_copy_is_written_byte_for_byte_as_the_state_was(tmp_path: Path, is_res
         assert [(tmp_path / name).read_bytes() for name in ("optimizer.pt", "model.safetensors")] == expected
     assert digests.keys() == {tmp_path / "optimizer.pt"}
     assert large.sizes == Counter({size: len(kept) for size, kept in memory._free.items() if kept})  # what is learned
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_what_only_an_update_changes_is_copied_before_the_next_one(is_changed: bool) -> None:
+    memory, now, later = KeptMemory(), torch.ones(1_000), torch.ones(2_000)
+    kept_now, kept_later = memory.copies([now, later], {id_of(later)})
+    memory.finish()
+    now.zero_()
+    assert torch.equal(kept_now, torch.ones(1_000))
+    has_waited = threading.Event()
+    update = threading.Thread(target=lambda: (memory.wait_until_copied(), has_waited.set()))
+    update.start()
+    if is_changed:
+        later.mul_(1)
+        with pytest.raises(RuntimeError, match="was changed between the save and the next update"):
+            memory.copy_waiting()
+    else:
+        assert not has_waited.is_set()
+        memory.copy_waiting()
+        assert torch.equal(kept_later, later)
+    update.join()
+    assert has_waited.is_set()
+    memory.give_back()
+
+
+def test_a_save_that_fails_before_it_has_copied_lets_the_next_update_go_on() -> None:
+    memory, later = KeptMemory(), torch.ones(2_000)
+    memory.copies([later], {id_of(later)})
+    memory.give_back()
+    memory.wait_until_copied()
+    memory.copy_waiting()
 
 
 @pytest.mark.parametrize("cpus", [1, 3])
