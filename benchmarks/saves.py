@@ -1,10 +1,11 @@
 """How long training stands still for a save: the plain Trainer, higgsfield, and higgsfield with its saves beside it.
 
 ``python -m benchmarks.saves`` trains the same model as each of the three, in turns, with a save every few steps, and
-prints the median of what a save costs training. *Stands still* is the time in the call. *In all* is what the steps from
-one save to the next took beyond as many steps of the plain Trainer without a save: a save beside the training also
-slows the steps that it goes on beside. The plain Trainer makes nothing durable; higgsfield does, and keeps an average
-of the weights. The first saves of each training warm up, the last is a plain one; they are not counted.
+prints the median of what a save costs training. *Stands still* is the time in the call, and what the next update waits
+for copies that are still made. *In all* is what the steps from one save to the next took beyond as many steps of the
+plain Trainer without a save: a save beside the training also slows the steps that it goes on beside. The plain Trainer
+makes nothing durable; higgsfield does, and keeps an average of the weights. The first saves of each training warm up,
+the last is a plain one; they are not counted.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from transformers import Trainer, TrainerCallback
 
 from benchmarks.checkpoint import PLAIN, begin_attempt, ours, plain_trainer
 from benchmarks.heading import heading, met
+from benchmarks.overhead import attached_to
 from worker.contract.config import Config
 from worker.contract.loss_history import read_history
 from worker.contract.run_dir import RunDir
@@ -64,6 +66,13 @@ class Clock(TrainerCallback):
         original(*args)
         self.still_s.append(time.monotonic() - began)
 
+    def wait(self, original: Callable[[], None]) -> None:
+        """The next update waits for what of the last save is still being copied."""
+        began = time.monotonic()
+        original()
+        if self.still_s:
+            self.still_s[-1] += time.monotonic() - began
+
 
 def configured(text: Path, told: argparse.Namespace, is_beside: bool) -> Config:
     model = {"model_type": "llama", "vocab_size": 256, "hidden_size": told.hidden, "num_hidden_layers": told.layers}
@@ -90,6 +99,9 @@ def train(name: str, run: RunDir, config: Config, told: argparse.Namespace, time
         trainer, begin = ours(run, config, 1, None)
         begin()
     clock, every = Clock(trainer), told.every
+    background = None if name == PLAIN else attached_to(trainer).background
+    if background is not None:
+        wrap(background.memory, "wait_until_copied", clock.wait)
     os.sync()
     trainer.train()
     times.still_s += clock.still_s[WARM_UP : WARM_UP + told.saves]
